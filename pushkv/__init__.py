@@ -1,0 +1,1 @@
+"""Push-mode KV cache transfer for prefill/decode disaggregation."""

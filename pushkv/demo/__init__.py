@@ -1,0 +1,1 @@
+"""A small transformer in two processes, to watch the push path work."""

@@ -1,0 +1,63 @@
+"""Every error PushKV raises on purpose.
+
+All derive from :class:`PushKVError`, so that ``except PushKVError`` catches what the library
+says and nothing else. A message is one sentence with the offending value, then what to do.
+"""
+
+from __future__ import annotations
+
+
+class PushKVError(Exception):
+    """Base of all errors raised by PushKV."""
+
+
+class ConfigError(PushKVError):
+    """A setting has an unknown name or a value out of range."""
+
+
+class BackendError(PushKVError):
+    """A memory backend is unknown, disabled, broken, or fails its own checks."""
+
+
+class UnclaimedDevice(BackendError):
+    """No memory backend claims the device that an array lives on."""
+
+
+class GeometryError(PushKVError):
+    """A cache geometry, block table or token range is malformed."""
+
+
+class GeometryMismatch(GeometryError):
+    """Two ranks' caches cannot be copied into one another."""
+
+
+class ProtocolError(PushKVError):
+    """A message is malformed, oversized, of another version, or foreign."""
+
+
+class HandshakeError(PushKVError):
+    """Two endpoints could not be connected."""
+
+
+class HandshakeRefused(HandshakeError):
+    """The peer answered the handshake with a refusal."""
+
+
+class AddressError(HandshakeError):
+    """An address cannot be bound, or cannot be reached by the peers it is meant for."""
+
+
+class TransportError(PushKVError):
+    """The data mover failed to do what it was asked."""
+
+
+class TransportUnavailable(TransportError):
+    """The data mover is missing, too old, or cannot be started."""
+
+
+class PeerLost(TransportError):
+    """The data mover says that the peer is gone. This is no proof that its WRITEs have ended."""
+
+
+class EndpointClosed(PushKVError):
+    """The endpoint is closed or closing and takes nothing new."""

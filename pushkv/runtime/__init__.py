@@ -1,0 +1,1 @@
+"""Endpoints: the transfer thread, the control thread and the handshake."""

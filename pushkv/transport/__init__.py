@@ -1,0 +1,1 @@
+"""Data movers: NIXL, and an in-process one for tests."""

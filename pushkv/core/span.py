@@ -1,0 +1,90 @@
+"""Spans of KV, and whether a set of them covers what was owed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+_Index = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Layers ``layer_start`` to ``layer_stop`` of a group (counted in the layers a rank pair has in common)
+    over tokens ``token_start`` to ``token_stop`` of a request."""
+
+    group: _Index
+    layer_start: _Index
+    layer_stop: _Index
+    token_start: _Index
+    token_stop: _Index
+
+    @property
+    def area(self) -> int:
+        """Layers times tokens."""
+        return (self.layer_stop - self.layer_start) * (self.token_stop - self.token_start)
+
+    def within(self, other: Span) -> bool:
+        """Whether every element of this span is one of the other's."""
+        return (
+            self.group == other.group
+            and other.layer_start <= self.layer_start < self.layer_stop <= other.layer_stop
+            and other.token_start <= self.token_start < self.token_stop <= other.token_stop
+        )
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether the two share an element."""
+        return (
+            self.group == other.group
+            and self.layer_start < other.layer_stop
+            and other.layer_start < self.layer_stop
+            and self.token_start < other.token_stop
+            and other.token_start < self.token_stop
+        )
+
+
+class Coverage:
+    """What has arrived of the spans that one producer rank owes.
+
+    Completeness is about what is covered, not about how many notifications came: parts are disjoint and
+    lie inside what is owed, so they cover it exactly when the areas are equal.
+    """
+
+    __slots__ = ("_missing", "owed", "parts")
+
+    def __init__(self, owed: tuple[Span, ...]) -> None:
+        self.owed = owed
+        self.parts: dict[int, tuple[Span, ...]] = {}
+        self._missing = sum(span.area for span in owed)
+
+    @property
+    def full(self) -> bool:
+        """Whether everything owed has arrived."""
+        return self._missing == 0
+
+    def add(self, part: int, spans: tuple[Span, ...]) -> bool:
+        """Take a part in; False where it is a duplicate. Raises ValueError where it does not fit what is owed."""
+        if part in self.parts:
+            if self.parts[part] != spans:
+                raise ValueError(f"part {part} came twice with different spans")
+            return False
+        self._check(part, spans)
+        self.parts[part] = spans
+        self._missing -= sum(span.area for span in spans)
+        return True
+
+    def _check(self, part: int, spans: tuple[Span, ...]) -> None:
+        taken = [span for earlier in self.parts.values() for span in earlier]
+        for span in spans:
+            if not any(span.within(owed) for owed in self.owed):
+                raise ValueError(f"part {part} covers {span}, which was not owed")
+            if any(span.overlaps(other) for other in taken):
+                raise ValueError(f"part {part} covers {span} a second time")
+            taken.append(span)
+
+
+def same_spans(left: Iterable[Span], right: Iterable[Span]) -> bool:
+    """Whether two sets of disjoint spans are the same set."""
+    return sorted(left) == sorted(right)

@@ -1,0 +1,96 @@
+"""Telling a peer's death from its silence: which process it is, and a watch on that process.
+
+A pid alone proves nothing, since pids are reused. A :class:`~pushkv.transport.base.Host` also names the
+kernel's boot, the pid namespace and the start time, and the watch holds a pidfd, which stays
+bound to one process for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+from pushkv.transport.base import Host
+
+_STARTED_FIELD = 19
+"""Index of ``starttime`` among the fields of /proc/PID/stat after the command's name."""
+
+
+def this_host() -> Host:
+    """Where this process runs. Called again after a fork: it is not inherited."""
+    return Host(machine=_machine(), pid=os.getpid(), started=_started(os.getpid()) or 0)
+
+
+class ProcessWatch:
+    """Knows whether one process of this machine is dead.
+
+    ``readable pidfd`` means that every thread of the process has exited: none of them is inside a
+    system call that writes into another process, or ever will be.
+    """
+
+    def __init__(self, pidfd: int | None) -> None:
+        self._pidfd = pidfd
+        """None: the process was gone before the watch began."""
+        self._poll = select.poll()
+        if pidfd is not None:
+            self._poll.register(pidfd, select.POLLIN)
+
+    @classmethod
+    def on(cls, host: Host) -> ProcessWatch | None:
+        """Watch the process, or None where its death cannot be seen from here.
+
+        It cannot be seen on another machine, in another pid namespace, on a kernel without pidfd, and
+        where /proc does not show when it started.
+        """
+        if host.machine != _machine() or not host.started or not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            pidfd = os.pidfd_open(host.pid)
+        except ProcessLookupError:
+            return cls(None)
+        except OSError:
+            return None
+        return cls._matched(pidfd, host)
+
+    @classmethod
+    def _matched(cls, pidfd: int, host: Host) -> ProcessWatch | None:
+        # The start time is read after the pidfd is open: when it fits, the pidfd is bound to this
+        # very process, because a successor of its pid would have started later.
+        started = _started(host.pid)
+        if started == host.started:
+            return cls(pidfd)
+        os.close(pidfd)
+        return None if started is None else cls(None)
+
+    def dead(self) -> bool:
+        """Whether the whole process has exited; costs a microsecond and never waits."""
+        return self._pidfd is None or bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """Give the pidfd back; a process that was dead stays dead."""
+        if self._pidfd is not None and not self.dead():
+            os.close(self._pidfd)
+            self._poll = select.poll()
+        elif self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def _machine() -> str:
+    """The boot id with the pid namespace; empty where the kernel does not tell, which matches nothing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None where /proc does not tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command's name may hold spaces and brackets, so count from the last bracket.
+    return int(stat.rpartition(")")[2].split()[_STARTED_FIELD])

@@ -25,13 +25,14 @@ def this_host() -> Host:
 class ProcessWatch:
     """Knows whether one process of this machine is dead.
 
-    ``readable pidfd`` means that every thread of the process has exited: none of them is inside a
+    A readable pidfd means that every thread of the process has exited: none of them is inside a
     system call that writes into another process, or ever will be.
     """
 
     def __init__(self, pidfd: int | None) -> None:
+        """Watch the process behind ``pidfd``; None where it was gone before the watch began."""
         self._pidfd = pidfd
-        """None: the process was gone before the watch began."""
+        self._dead = pidfd is None
         self._poll = select.poll()
         if pidfd is not None:
             self._poll.register(pidfd, select.POLLIN)
@@ -43,7 +44,8 @@ class ProcessWatch:
         It cannot be seen on another machine, in another pid namespace, on a kernel without pidfd, and
         where /proc does not show when it started.
         """
-        if host.machine != _machine() or not host.started or not hasattr(os, "pidfd_open"):
+        machine = _machine()
+        if not machine or host.machine != machine or not host.started or not hasattr(os, "pidfd_open"):
             return None
         try:
             pidfd = os.pidfd_open(host.pid)
@@ -58,21 +60,21 @@ class ProcessWatch:
         # The start time is read after the pidfd is open: when it fits, the pidfd is bound to this
         # very process, because a successor of its pid would have started later.
         started = _started(host.pid)
-        if started == host.started:
-            return cls(pidfd)
-        os.close(pidfd)
+        watch = cls(pidfd)
+        if started == host.started or (started is None and watch.dead()):
+            return watch
+        watch.close()
         return None if started is None else cls(None)
 
     def dead(self) -> bool:
         """Whether the whole process has exited; costs a microsecond and never waits."""
-        return self._pidfd is None or bool(self._poll.poll(0))
+        if not self._dead and self._pidfd is not None:
+            self._dead = bool(self._poll.poll(0))
+        return self._dead
 
     def close(self) -> None:
-        """Give the pidfd back; a process that was dead stays dead."""
-        if self._pidfd is not None and not self.dead():
-            os.close(self._pidfd)
-            self._poll = select.poll()
-        elif self._pidfd is not None:
+        """Give the pidfd back; what :meth:`dead` said last stays said."""
+        if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 

@@ -1,0 +1,1 @@
+"""Fakes and contract suites, public so that plug-ins can use them."""

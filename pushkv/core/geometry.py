@@ -1,0 +1,152 @@
+"""How a rank's KV cache lies in memory, as data.
+
+A :class:`CacheGroup` is a strided array with named axes: L (layer), S (side: K or V), B (block), H (head),
+N (token in the block) and C (content). L and S are listed place by place, because engines put them anywhere,
+even into allocations of their own; B, H, N and C are byte strides that all layers of the group share. Every
+order of axes, padding and packing is a matter of these numbers alone. All offsets and strides are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pushkv.core.memory import Region
+from pushkv.errors import GeometryError
+
+
+class Kind(Enum):
+    """What a cache group holds, and so which of a request's tokens it keeps."""
+
+    ATTENTION = "attention"
+    """K and V of every token."""
+    LATENT = "latent"
+    """One compressed vector a token (MLA), the same on every tensor-parallel rank."""
+    WINDOW = "window"
+    """K and V of the last ``window`` tokens."""
+    STATE = "state"
+    """A recurrent state, a whole slot; the slot that holds the request's last token is the one to move."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one side of one layer starts: byte ``offset`` in region number ``region``."""
+
+    region: int
+    offset: int
+
+
+class Layer(msgspec.Struct, frozen=True, array_like=True):
+    """One layer by name, with one :class:`Place` a side: block 0, the group's first head, token 0."""
+
+    name: str
+    places: tuple[Place, ...]
+
+
+class Strides(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes from one block, head, token and content element to the next."""
+
+    block: int
+    head: int
+    token: int
+    content: int
+
+
+class CacheGroup(msgspec.Struct, frozen=True):
+    """Layers that share one block table and one shape.
+
+    ``blocks`` blocks of ``block_size`` tokens; heads ``[head_start, head_stop)`` of the model's ``total_heads``;
+    ``content`` elements of ``itemsize`` bytes a head and token; ``sides`` places a layer (2 where K and V are
+    told apart, 1 where they are not). ``replicas`` ranks of this side hold these heads and this one is number
+    ``replica``. ``window`` is in tokens, 0 unless the kind is WINDOW. A STATE group has no token axis: its
+    ``block_size`` is how many tokens one slot stands for.
+    """
+
+    layers: tuple[Layer, ...]
+    blocks: int
+    block_size: int
+    total_heads: int
+    head_start: int
+    head_stop: int
+    content: int
+    itemsize: int
+    dtype: str
+    strides: Strides
+    sides: int = 2
+    kind: Kind = Kind.ATTENTION
+    window: int = 0
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def heads(self) -> int:
+        """How many heads this rank holds."""
+        return self.head_stop - self.head_start
+
+    @property
+    def tokens(self) -> int:
+        """The size of the token axis: ``block_size``, or 1 for a state."""
+        return 1 if self.kind is Kind.STATE else self.block_size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to past the last byte of one side of one layer."""
+        strides = self.strides
+        return (
+            (self.blocks - 1) * strides.block
+            + (self.heads - 1) * strides.head
+            + (self.tokens - 1) * strides.token
+            + (self.content - 1) * strides.content
+            + self.itemsize
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over the layers, sides and heads held here (of one slot, for a state)."""
+        return len(self.layers) * self.sides * self.heads * self.content * self.itemsize
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """A rank's whole cache: its groups, in the order in which requests list their block tables."""
+
+    groups: tuple[CacheGroup, ...]
+
+    def check(self, regions: Sequence[Region] | None = None) -> None:
+        """Refuse what no sane cache looks like, with GeometryError naming the group and the numbers.
+
+        With ``regions`` every element must also lie inside the region it names. The cost is bounded by the
+        number of layers that were received, never by the sizes they claim.
+        """
+        from pushkv.core.validity import check_geometry
+
+        check_geometry(self, regions)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """A request's blocks of one group: ``ids[i]`` holds logical block ``first + i``.
+
+    Logical block ``j`` is the tokens ``[j * block_size, (j + 1) * block_size)`` of the request. ``ids`` is
+    one-dimensional, of integers; a list is converted.
+    """
+
+    first: int
+    ids: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        ids: NDArray[Any] = np.asarray(self.ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise GeometryError(
+                f"A block table has shape {ids.shape} and dtype {ids.dtype}; give one row of integers."
+            )
+        if self.first < 0:
+            raise GeometryError(f"A block table starts at logical block {self.first}; the first is 0.")
+        object.__setattr__(self, "ids", ids if ids.size else ids.astype(np.int32))
+
+    def __len__(self) -> int:
+        return int(self.ids.size)

@@ -1,0 +1,239 @@
+"""Which bytes to copy for one request, in how few runs.
+
+A plan starts from the template's pieces of one block (or of one token), lays them over the request's blocks, sorts
+by target and merges neighbours. Everything is arrays: no loop runs over blocks or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from pushkv.core.copies import CopyPlan, Index, Indices
+from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Kind
+from pushkv.core.pieces import Int64, Pieces, ascending, concatenate, is_ascending, merge, overlap
+from pushkv.core.template import GroupPair, PairTemplate, Range, check_tokens, whole_blocks_match
+from pushkv.errors import GeometryError
+
+__all__ = ["CopyPlan", "Indices", "plan_copy"]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Pieces laid at several places: ``pieces`` relative to a base, once a base, bases ascending on the target.
+
+    ``tokens[i]`` multiplies the lengths at base ``i``. ``blocks`` are the block ids behind the bases and ``firsts``
+    the first units of the pieces, where both are whole units.
+    """
+
+    pieces: Pieces
+    source_base: Int64
+    target_base: Int64
+    tokens: Int64
+    width: int
+    blocks: tuple[Int64, Int64] | None = None
+    firsts: tuple[Int64, Int64] | None = None
+
+    def lay(self, per_piece: Int64, per_base: Int64) -> Int64:
+        """Their sums, in the order of the stretch."""
+        return (per_piece.reshape(-1, 1, self.width) + per_base.reshape(1, -1, 1)).ravel()
+
+    def laid(self) -> Pieces:
+        """Every piece at every base."""
+        lengths = self.pieces.length.reshape(-1, 1, self.width) * self.tokens.reshape(1, -1, 1)
+        return Pieces(
+            self.lay(self.pieces.source, self.source_base),
+            self.lay(self.pieces.target, self.target_base),
+            lengths.ravel(),
+        )
+
+
+def plan_copy(
+    source: Geometry,
+    target: Geometry,
+    source_blocks: Sequence[BlockTable],
+    target_blocks: Sequence[BlockTable],
+    tokens: Range,
+    *,
+    template: PairTemplate | None = None,
+    layers: Range | None = None,
+    groups: Collection[int] | None = None,
+    end: int | None = None,
+    whole_blocks: bool = False,
+) -> CopyPlan:
+    """Plan the copy of exactly the elements that ``template.owed`` names for the same arguments (stable).
+
+    ``source_blocks`` and ``target_blocks`` hold one table a group; a group whose target table is empty is left out.
+    ``tokens`` is (start, stop) in the request and ``end`` how many tokens the request has, by default stop.
+    ``layers`` and ``groups`` plan a part. ``whole_blocks`` rounds the tokens of a group out to whole blocks where
+    both sides' blocks are of one size: the target's whole blocks must then be free for it.
+
+    Raises GeometryError, with the numbers, for a table that does not cover the tokens or names a block out of
+    range or twice, and GeometryMismatch for geometries that cannot be paired.
+    """
+    template = PairTemplate(source, target) if template is None else template
+    end = check_tokens(tokens, end)
+    for side, tables in (("source", source_blocks), ("target", target_blocks)):
+        if len(tables) != len(template.pairs):
+            raise GeometryError(
+                f"There are {len(tables)} {side} block tables for {len(template.pairs)} groups; give one a group."
+            )
+    stretches: list[_Stretch] = []
+    for pair, ours, theirs in zip(template.pairs, source_blocks, target_blocks, strict=True):
+        if not len(theirs) or (groups is not None and pair.number not in groups):
+            continue
+        span, wanted = pair.layer_range(layers), pair.token_range(tokens, end)
+        if span[0] < span[1] and wanted[0] < wanted[1]:
+            stretches += _group_stretches(template, pair, span, wanted, (ours, theirs), whole_blocks)
+    return _assemble(template, stretches)
+
+
+def _group_stretches(
+    template: PairTemplate,
+    pair: GroupPair,
+    layers: Range,
+    tokens: Range,
+    tables: tuple[BlockTable, BlockTable],
+    whole_blocks: bool,
+) -> list[_Stretch]:
+    sides = pair.source, pair.target
+    if pair.source.kind is Kind.STATE:
+        slots = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
+        return [_whole(template, pair, layers, slots[0], slots[1])]
+    size = pair.source.block_size
+    if whole_blocks and whole_blocks_match(pair):
+        tokens = tokens[0] // size * size, -(-tokens[1] // size) * size
+    ids = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
+    starts = _segment_starts(tokens, sides)
+    counts = np.diff(starts, append=tokens[1])
+    blocks = [
+        held[starts // group.block_size - tokens[0] // group.block_size]
+        for held, group in zip(ids, sides, strict=True)
+    ]
+    whole = counts == size if whole_blocks_match(pair) else np.zeros(counts.size, bool)
+    stretches = []
+    if whole.any():
+        stretches.append(_whole(template, pair, layers, blocks[0][whole], blocks[1][whole]))
+    if not whole.all():
+        rest = ~whole
+        stretches.append(_partial(pair, layers, blocks[0][rest], blocks[1][rest], starts[rest], counts[rest]))
+    return stretches
+
+
+def _blocks(pair: GroupPair, side: str, table: BlockTable, tokens: Range) -> Int64:
+    """The ids of the logical blocks that hold ``tokens``; refuses a table that lacks one or names a bad one."""
+    group = pair.source if side == "source" else pair.target
+    first, stop = tokens[0] // group.block_size, -(-tokens[1] // group.block_size)
+    if first < table.first or stop > table.first + len(table):
+        raise GeometryError(
+            f"Tokens [{tokens[0]}, {tokens[1]}) of group {pair.number} lie in logical blocks [{first}, {stop}) of "
+            f"{group.block_size} tokens; the {side} table holds [{table.first}, {table.first + len(table)})."
+        )
+    ids = table.ids[first - table.first : stop - table.first].astype(np.int64)
+    bad = (ids < 0) | (ids >= group.blocks)
+    if bad.any():
+        raise GeometryError(
+            f"The {side} table of group {pair.number} names block {ids[bad][0]}; the cache has blocks "
+            f"[0, {group.blocks})."
+        )
+    ordered = np.sort(ids)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        raise GeometryError(
+            f"The {side} table of group {pair.number} names block {ordered[1:][twice][0]} twice; a block holds one "
+            "stretch of tokens."
+        )
+    return ids
+
+
+def _segment_starts(tokens: Range, sides: tuple[CacheGroup, CacheGroup]) -> Int64:
+    """Where ``tokens`` start or cross into another block of either side."""
+    starts = [np.array([tokens[0]], np.int64)]
+    for size in {group.block_size for group in sides}:
+        starts.append(np.arange(tokens[0] // size * size + size, tokens[1], size, dtype=np.int64))
+    return np.unique(np.concatenate(starts)) if len(starts) > 2 else np.concatenate(starts)
+
+
+def _whole(
+    template: PairTemplate, pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64
+) -> _Stretch:
+    order = np.argsort(target_blocks)
+    source_blocks, target_blocks = source_blocks[order], target_blocks[order]
+    pieces = pair.pieces(layers, block=True)
+    return _Stretch(
+        pieces,
+        source_blocks * pair.source.strides.block,
+        target_blocks * pair.target.strides.block,
+        np.ones(order.size, np.int64),
+        _width(pieces, pair.target.strides.block),
+        (source_blocks, target_blocks),
+        template.first_units(pair, layers),
+    )
+
+
+def _partial(
+    pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64, starts: Int64, counts: Int64
+) -> _Stretch:
+    """Segments of blocks. Where the tokens of a piece follow each other on both sides, a segment is one piece."""
+    source, target = pair.source, pair.target
+    pieces = pair.pieces(layers, block=False)
+    run = source.strides.token
+    if target.strides.token != run or (pieces.length != run).any():
+        source_blocks, target_blocks = np.repeat(source_blocks, counts), np.repeat(target_blocks, counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(starts, counts) + np.arange(before.size) - before
+        counts = np.ones(starts.size, np.int64)
+    source_base = source_blocks * source.strides.block + starts % source.block_size * run
+    target_base = target_blocks * target.strides.block + starts % target.block_size * target.strides.token
+    order = np.argsort(target_base)
+    width = _width(pieces, target.strides.block)
+    return _Stretch(pieces, source_base[order], target_base[order], counts[order], width)
+
+
+def _width(pieces: Pieces, step: int) -> int:
+    """How many pieces in a row lie within one step of the bases.
+
+    Laying such a row base by base, and row after row, comes out in ascending order for all usual layouts; where it
+    does not, the plan is sorted.
+    """
+    width = int(np.searchsorted(pieces.target, pieces.target[0] + step))
+    return width if width and len(pieces) % width == 0 else len(pieces)
+
+
+def _assemble(template: PairTemplate, stretches: list[_Stretch]) -> CopyPlan:
+    if not stretches:
+        none = np.zeros(0, np.int64)
+        return CopyPlan(none, none, none, none, none, 0, template.grain)
+    laid = concatenate([stretch.laid() for stretch in stretches])
+    runs = merge(ascending(laid))
+    if (clash := overlap(runs)) is not None:
+        region, offset = (int(values[0]) for values in template.target_flat.locate(np.array([clash])))
+        raise GeometryError(
+            f"Two groups' target blocks share byte {offset} of region {region}; offer each block once."
+        )
+    return CopyPlan(
+        *template.source_flat.locate(runs.source),
+        *template.target_flat.locate(runs.target),
+        runs.length,
+        len(laid),
+        template.grain,
+        partial(_unit_index, stretches) if all(stretch.firsts is not None for stretch in stretches) else None,
+    )
+
+
+def _unit_index(stretches: list[_Stretch]) -> Index:
+    """The units behind a plan's pieces, in ascending order of target."""
+    targets = np.concatenate([stretch.lay(stretch.pieces.target, stretch.target_base) for stretch in stretches])
+    order = slice(None) if is_ascending(targets) else np.argsort(targets, kind="stable")
+    sides = []
+    for side in (0, 1):
+        numbers = [
+            stretch.lay(stretch.firsts[side], stretch.blocks[side])
+            for stretch in stretches
+            if stretch.firsts is not None and stretch.blocks is not None
+        ]
+        sides.append(np.concatenate(numbers)[order].astype(np.int32))
+    return sides[0], sides[1]

@@ -1,0 +1,258 @@
+"""What one producer rank and one consumer rank have in common, worked out once.
+
+A :class:`PairTemplate` knows, group by group, the layers by name and the heads by number that both ranks hold and
+that this producer is the one to write. Coverage (:meth:`PairTemplate.owed`) and copying
+(:func:`pushkv.core.plan.plan_copy`) read off the same numbers, so neither can promise what the other does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pushkv.core.compat import compatibility, differences
+from pushkv.core.geometry import CacheGroup, Geometry, Kind, Layer
+from pushkv.core.pieces import Axis, Flat, Int64, Pieces, box_pieces
+from pushkv.core.span import Span
+from pushkv.errors import GeometryError, GeometryMismatch
+
+Range = tuple[int, int]
+MAX_UNITS = 1 << 24
+"""A lattice with more units than this a side is not worth preparing: NIXL keeps a descriptor for each."""
+
+
+class UnitRows(NamedTuple):
+    """Rows of equal units: row ``r`` has ``units[r]`` of them, ``stride[r]`` bytes apart, from ``offset[r]`` on."""
+
+    region: Int64
+    offset: Int64
+    stride: Int64
+    units: Int64
+
+    @property
+    def first(self) -> Int64:
+        """The number of each row's first unit; where all rows are equal, ``row * units``."""
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(self.units)[:-1]))
+
+
+@dataclass(frozen=True)
+class GroupPair:
+    """One cache group of both ranks. Flat row addresses are those of block 0, token 0, the first common head.
+
+    ``layers`` are the common layers in the producer's order; the rows have shape (layers, sides).
+    """
+
+    number: int
+    source: CacheGroup
+    target: CacheGroup
+    layers: tuple[str, ...]
+    heads: int
+    source_rows: Int64
+    target_rows: Int64
+    _known: dict[tuple[bool, int, int], Pieces] = field(default_factory=dict, repr=False, compare=False)
+
+    def layer_range(self, layers: Range | None) -> Range:
+        """``layers`` cut to the common layers; empty if this producer writes nothing of the group."""
+        count = len(self.layers) if self.heads else 0
+        start, stop = layers if layers is not None else (0, count)
+        if not 0 <= start <= stop:
+            raise GeometryError(f"A layer range is [{start}, {stop}); give 0 <= start <= stop.")
+        return min(start, count), min(stop, count)
+
+    def token_range(self, tokens: Range, end: int) -> Range:
+        """The tokens of ``tokens`` that a request of ``end`` tokens moves in this group; empty if start == stop."""
+        start, stop = tokens
+        if self.source.kind is Kind.STATE:
+            return (end - 1, end) if start < stop == end else (stop, stop)
+        if self.source.kind is Kind.WINDOW:
+            start = min(max(start, end - self.source.window), stop)
+        return start, stop
+
+    def pieces(self, layers: Range, *, block: bool) -> Pieces:
+        """The pieces of one whole block (equal block sizes only), or of one token, relative to it."""
+        key = (block, *layers)
+        if key not in self._known:
+            if len(self._known) >= 64:
+                self._known.clear()
+            self._known[key] = self._pieces(layers, block)
+        return self._known[key]
+
+    def _pieces(self, layers: Range, block: bool) -> Pieces:
+        source, target = self.source, self.target
+        axes: list[Axis] = [
+            (source.content, source.strides.content, target.strides.content),
+            (self.heads, source.strides.head, target.strides.head),
+        ]
+        if block:
+            axes.append((source.tokens, source.strides.token, target.strides.token))
+        rows = slice(*layers)
+        return box_pieces(self.source_rows[rows].ravel(), self.target_rows[rows].ravel(), axes, source.itemsize)
+
+    @cached_property
+    def grain(self) -> int:
+        """Every piece of every plan is a multiple of this many bytes."""
+        if not (self.heads and self.layers):
+            return 0
+        return int(np.gcd.reduce(self.pieces((0, len(self.layers)), block=False).length))
+
+
+class PairTemplate:
+    """The pair of a producer rank's and a consumer rank's geometry (stable).
+
+    Raises GeometryMismatch naming every factor that differs with both values, GeometryError for a geometry that
+    no cache can have. ``source`` is the producer's, ``target`` the consumer's.
+    """
+
+    def __init__(self, source: Geometry, target: Geometry) -> None:
+        source.check()
+        target.check()
+        _refuse_differences(source, target)
+        self.source = source
+        self.target = target
+        self.source_flat = Flat.of(source)
+        self.target_flat = Flat.of(target)
+        self.pairs = tuple(self._pair(number) for number in range(len(source.groups)))
+
+    def _pair(self, number: int) -> GroupPair:
+        source, target = self.source.groups[number], self.target.groups[number]
+        common = _common_layers(source, target)
+        start, stop = max(source.head_start, target.head_start), min(source.head_stop, target.head_stop)
+        # Of the producer ranks that hold a head, one writes it to a given consumer rank.
+        writes = source.replica == target.replica % source.replicas
+        heads = max(0, stop - start) if writes else 0
+        return GroupPair(
+            number,
+            source,
+            target,
+            tuple(layer.name for layer, _ in common),
+            heads,
+            _rows(self.source_flat, [layer for layer, _ in common], source, start),
+            _rows(self.target_flat, [layer for _, layer in common], target, start),
+        )
+
+    @property
+    def writes(self) -> bool:
+        """Whether this producer rank ever owes this consumer rank anything."""
+        return any(pair.heads and pair.layers for pair in self.pairs)
+
+    def owed(
+        self,
+        tokens: Range,
+        *,
+        end: int | None = None,
+        layers: Range | None = None,
+        groups: Collection[int] | None = None,
+    ) -> tuple[Span, ...]:
+        """What a plan over the same arguments writes, as spans in the order of groups (stable).
+
+        ``end`` is how many tokens the request has, by default ``tokens``' stop: a window group moves only the last
+        tokens before it, and a state group its slot, with the range that reaches it. So the spans of ranges
+        that partition a request partition those of the whole. ``groups`` limits to some groups.
+        """
+        end = check_tokens(tokens, end)
+        spans = []
+        for pair in self.pairs:
+            if groups is not None and pair.number not in groups:
+                continue
+            span = Span(pair.number, *pair.layer_range(layers), *pair.token_range(tokens, end))
+            if span.layer_start < span.layer_stop and span.token_start < span.token_stop:
+                spans.append(span)
+        return tuple(spans)
+
+    @cached_property
+    def grain(self) -> int:
+        """Every length and cut of this pair's plans is a multiple of this many bytes; 0 if nothing is written."""
+        return int(np.gcd.reduce([0, *(pair.grain for pair in self.pairs)]))
+
+    def lattice(self) -> tuple[UnitRows, UnitRows, int] | None:
+        """(source rows, target rows, unit bytes) if whole blocks are equal units on a regular grid, else None.
+
+        Row ``r`` of the source belongs to row ``r`` of the target. Unit ``first[r] + block`` is that block's unit in
+        row ``r``, on either side with that side's block numbers; see :attr:`CopyPlan.source_index`.
+        """
+        return self._lattice
+
+    @cached_property
+    def _lattice(self) -> tuple[UnitRows, UnitRows, int] | None:
+        pairs = [pair for pair in self.pairs if pair.heads and pair.layers]
+        if not pairs or any(not whole_blocks_match(pair) for pair in pairs):
+            return None
+        pieces = [pair.pieces((0, len(pair.layers)), block=True) for pair in pairs]
+        lengths = np.concatenate([piece.length for piece in pieces])
+        source = _unit_rows(self.source_flat, [p.source for p in pieces], [pair.source for pair in pairs])
+        target = _unit_rows(self.target_flat, [p.target for p in pieces], [pair.target for pair in pairs])
+        if (lengths != lengths[0]).any() or max(int(source.units.sum()), int(target.units.sum())) > MAX_UNITS:
+            return None
+        return source, target, int(lengths[0])
+
+    def first_units(self, pair: GroupPair, layers: Range) -> tuple[Int64, Int64] | None:
+        """For each piece of a block in those layers, its row's first unit on both sides; None if no unit fits."""
+        if self._lattice is None:
+            return None
+        source, target, unit = self._lattice
+        start = sum(len(p.pieces((0, len(p.layers)), block=True)) for p in self.pairs[: pair.number] if p.heads)
+        whole = pair.pieces((0, len(pair.layers)), block=True)
+        some = pair.pieces(layers, block=True)
+        rows = np.minimum(np.searchsorted(whole.target, some.target), len(whole) - 1)
+        if (whole.target[rows] != some.target).any() or (some.length != unit).any():
+            return None
+        return source.first[start + rows], target.first[start + rows]
+
+
+def whole_blocks_match(pair: GroupPair) -> bool:
+    """Whether a block of one side holds exactly the tokens of a block of the other."""
+    return pair.source.kind is Kind.STATE or pair.source.block_size == pair.target.block_size
+
+
+def check_tokens(tokens: Range, end: int | None) -> int:
+    """The request's end; raises GeometryError unless ``0 <= start <= stop <= end``."""
+    start, stop = tokens
+    end = stop if end is None else end
+    if not 0 <= start <= stop <= end:
+        raise GeometryError(f"Tokens [{start}, {stop}) of a request of {end} tokens; give 0 <= start <= stop <= end.")
+    return end
+
+
+def writers(sources: Sequence[Geometry], target: Geometry) -> tuple[int, ...]:
+    """Which of the producer ranks ``sources`` write to the consumer rank ``target``."""
+    return tuple(rank for rank, source in enumerate(sources) if PairTemplate(source, target).writes)
+
+
+def _refuse_differences(source: Geometry, target: Geometry) -> None:
+    lines = differences(compatibility(source), compatibility(target))
+    homes = {layer.name: number for number, group in enumerate(target.groups) for layer in group.layers}
+    for number, group in enumerate(source.groups):
+        for layer in group.layers:
+            if homes.get(layer.name, number) != number:
+                lines.append(f"group of layer {layer.name!r}: {number} against {homes[layer.name]}")
+    if lines:
+        raise GeometryMismatch(
+            f"The producer's cache cannot be copied into the consumer's, they differ in {'; '.join(lines)}: "
+            "run both engines with the same model and cache settings."
+        )
+
+
+def _common_layers(source: CacheGroup, target: CacheGroup) -> list[tuple[Layer, Layer]]:
+    """Layers both hold, in the producer's order; of those that share a place on the target, the first."""
+    theirs = {layer.name: layer for layer in target.layers}
+    common = {theirs[layer.name].places: layer for layer in reversed(source.layers) if layer.name in theirs}
+    kept = [layer for layer in source.layers if layer.name in theirs and common[theirs[layer.name].places] is layer]
+    return [(layer, theirs[layer.name]) for layer in kept]
+
+
+def _rows(flat: Flat, layers: list[Layer], group: CacheGroup, head: int) -> Int64:
+    places = [place for layer in layers for place in layer.places]
+    rows = flat.address((place.region for place in places), (place.offset for place in places))
+    return (rows + (head - group.head_start) * group.strides.head).reshape(len(layers), group.sides)
+
+
+def _unit_rows(flat: Flat, starts: list[Int64], groups: list[CacheGroup]) -> UnitRows:
+    region, offset = flat.locate(np.concatenate(starts))
+    sizes = [start.size for start in starts]
+    stride = np.repeat(np.array([group.strides.block for group in groups], np.int64), sizes)
+    count = np.repeat(np.array([group.blocks for group in groups], np.int64), sizes)
+    return UnitRows(region, offset, stride, count)

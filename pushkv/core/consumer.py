@@ -1,0 +1,390 @@
+"""The consumer's protocol machine: offers, arrivals, outcomes and the custody of target blocks.
+
+Sans-IO: every method takes ``now`` in seconds and leaves commands to be taken by :meth:`ConsumerMachine.commands`.
+Peers are named by the producer's agent name, which contains its epoch. The runtime has checked the pair's token
+before a message gets here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pushkv.core.commands import AskProof, Command, Ended, Released, Send
+from pushkv.core.limits import Limits
+from pushkv.core.messages import (
+    Ack,
+    Cancel,
+    Complete,
+    Drained,
+    Failed,
+    Offer,
+    Ready,
+    Renew,
+    ToConsumer,
+    TransferKey,
+)
+from pushkv.core.outcome import Outcome
+from pushkv.core.receiving import Order, OrderAtRank, Pairing, Transfer, block_sets, random_nonce
+from pushkv.core.span import Coverage, same_spans
+from pushkv.core.states import RECEIVING, TARGET, OutcomeEvent, Receiving, Target, TargetEvent, step
+from pushkv.core.timers import Timers
+from pushkv.errors import GeometryError, ProtocolError
+
+
+@dataclass
+class ConsumerMachine:
+    """One consumer rank's side of every transfer it has open.
+
+    ``counts`` tallies what was dropped and why.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    nonce: Callable[[TransferKey, str], bytes] = random_nonce
+    timers: Timers = field(default_factory=Timers)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._transfers: dict[TransferKey, Transfer] = {}
+        self._pairings: dict[str, Pairing] = {}
+        self._nonces: dict[bytes, tuple[TransferKey, str]] = {}
+        self._newest: dict[tuple[str, str, str, int], TransferKey] = {}
+        self._held: list[set[int]] = []
+        self._commands: list[Command] = []
+
+    # What the engine asks
+
+    def offer(self, order: Order, now: float) -> None:
+        """Offer blocks to every rank that owes something.
+
+        Raises ProtocolError for a key that is not newer than its last attempt, and GeometryError naming the
+        blocks that an earlier offer still has in custody; neither touches anything else.
+        """
+        blocks = self._check(order)
+        if (older := self._newest.get(order.key.base)) is not None:
+            self._finish(older, Outcome.SUPERSEDED, f"attempt {order.key.attempt} follows", now)
+        wait = self.limits.deadline if order.deadline is None else order.deadline
+        ranks = {
+            peer: OrderAtRank(Coverage(owed), self.nonce(order.key, peer))
+            for peer, owed in order.owed.items()
+            if owed
+        }
+        transfer = Transfer(order, now + wait, ranks, blocks)
+        self._transfers[order.key] = transfer
+        self._newest[order.key.base] = order.key
+        for held, mine in zip(self._held, blocks, strict=False):
+            held |= mine
+        self.timers.set(("deadline", order.key), transfer.deadline)
+        for peer, rank in ranks.items():
+            self._nonces[rank.nonce] = (order.key, peer)
+            self._pairings[peer].queue.append(order.key)
+            self._pump(peer, now)
+        self._settle(order.key, now)
+
+    def cancel(self, key: TransferKey, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
+        """End a transfer from this side. Its blocks come back by Released, once there is proof."""
+        self._finish(key, outcome, detail or "cancelled by the engine", now)
+
+    def holds(self, key: TransferKey) -> bool:
+        """Whether the transfer's blocks are in custody."""
+        return key in self._transfers
+
+    def custody(self) -> Counter[Target]:
+        """How many offers are in which custody."""
+        return Counter(rank.custody for transfer in self._transfers.values() for rank in transfer.ranks.values())
+
+    def held_blocks(self, state: Target | None = None) -> int:
+        """How many blocks are in custody over all groups; with ``state``, those of transfers with a rank in it."""
+        if state is None:
+            return sum(len(held) for held in self._held)
+        return sum(
+            sum(map(len, transfer.blocks))
+            for transfer in self._transfers.values()
+            if any(rank.custody is state for rank in transfer.ranks.values())
+        )
+
+    @property
+    def open_transfers(self) -> int:
+        """How many transfers have no outcome yet."""
+        return sum(transfer.state is Receiving.OPEN for transfer in self._transfers.values())
+
+    # What the runtime tells
+
+    def connected(self, peer: str, now: float) -> None:
+        """A producer epoch is connected, for the first time or again."""
+        pairing = self._pairings.setdefault(peer, Pairing(self.limits.window))
+        if not pairing.live:
+            pairing.live = True
+            self.timers.cancel(("proof", peer))
+            for key in list(pairing.open.values()):
+                self._move(key, peer, TargetEvent.REGAIN)
+                self._send_cancel(key, peer, now)
+
+    def peer_lost(self, peer: str, detail: str, now: float) -> None:
+        """A producer cannot be reached. Its transfers end; its blocks wait for proof: loss is none."""
+        pairing = self._pairings.get(peer)
+        if pairing is None or not pairing.live:
+            return
+        pairing.live = False
+        self.timers.cancel(("renew", peer))
+        for key in [*pairing.open.values(), *pairing.queue]:
+            self._finish(key, Outcome.PEER_LOST, detail, now, lost=peer)
+        pairing.queue.clear()
+        if pairing.open:
+            self.timers.set(("proof", peer), now)
+
+    def writes_ended(self, peer: str, now: float) -> None:
+        """The transport has proof that no WRITE of this producer epoch can land any more."""
+        pairing = self._pairings.get(peer)
+        if pairing is None:
+            return
+        if pairing.live:
+            self.peer_lost(peer, "its writes have ended", now)
+        for key in list(pairing.open.values()):
+            self._move(key, peer, TargetEvent.PROVE)
+            self._settle(key, now)
+        self.timers.cancel(("proof", peer))
+        del self._pairings[peer]
+
+    def receive(self, peer: str, message: ToConsumer, now: float) -> None:
+        """Take in a message of a peer whose token was right. Never raises for what it says."""
+        if peer not in self._pairings:
+            self.counts["stray"] += 1
+            return
+        if isinstance(message, Complete):
+            self._on_complete(peer, message, now)
+        elif isinstance(message, Ack):
+            self._on_ack(peer, message)
+        elif isinstance(message, Failed):
+            self._on_failed(peer, message, now)
+        elif isinstance(message, Drained):
+            self._on_drained(peer, message, now)
+        elif isinstance(message, Ready):
+            self.counts["ready without a ring"] += 1
+
+    def tick(self, now: float) -> None:
+        """Fire the timers that are due."""
+        for name in self.timers.take(now):
+            self.fire(name, now)
+
+    def fire(self, timer: object, now: float) -> None:
+        """Act on one timer, which is no longer set."""
+        match timer:
+            case ("deadline", TransferKey() as key):
+                self._finish(key, Outcome.EXPIRED, "its deadline passed", now)
+            case ("resend", TransferKey() as key, str(peer)):
+                self._resend(key, peer, now)
+            case ("renew", str(peer)):
+                self._renew(peer, now)
+            case ("proof", str(peer)):
+                self._seek_proof(peer, now)
+
+    def commands(self) -> list[Command]:
+        """Take the commands that have gathered."""
+        taken, self._commands = self._commands, []
+        return taken
+
+    # Offers
+
+    def _check(self, order: Order) -> list[frozenset[int]]:
+        newest = self._newest.get(order.key.base)
+        if newest is not None and newest.attempt >= order.key.attempt:
+            raise ProtocolError(f"{order.key} is not newer than attempt {newest.attempt}: count attempts up")
+        lost = ", ".join(peer for peer, owed in order.owed.items() if owed and not self._is_live(peer))
+        if lost:
+            raise ProtocolError(f"{order.key} is offered to {lost}, which is not connected: connect first")
+        blocks = block_sets(order.into)
+        while len(self._held) < len(blocks):
+            self._held.append(set())
+        for group, (held, mine) in enumerate(zip(self._held, blocks, strict=False)):
+            if not held.isdisjoint(mine):
+                raise GeometryError(
+                    f"{order.key} offers blocks {sorted(held & mine)[:8]} of group {group} while an earlier offer of "
+                    "them lacks proof: wait for its release or take other blocks"
+                )
+        return blocks
+
+    def _is_live(self, peer: str) -> bool:
+        pairing = self._pairings.get(peer)
+        return pairing is not None and pairing.live
+
+    def _pump(self, peer: str, now: float) -> None:
+        """Send queued offers while the window has room."""
+        pairing = self._pairings.get(peer)
+        while pairing is not None and pairing.live and pairing.queue and pairing.has_room:
+            key = pairing.queue.popleft()
+            transfer = self._transfers.get(key)
+            if transfer is None or transfer.ranks[peer].custody is not Target.QUEUED:
+                continue
+            rank = transfer.ranks[peer]
+            rank.sequence = pairing.number(key)
+            self._move(key, peer, TargetEvent.SEND)
+            self._send_offer(transfer, peer, now)
+            if ("renew", peer) not in self.timers:
+                self.timers.set(("renew", peer), now + self.limits.renew)
+
+    def _send_offer(self, transfer: Transfer, peer: str, now: float) -> None:
+        order, rank, pairing = transfer.order, transfer.ranks[peer], self._pairings[peer]
+        offer = Offer(
+            order.key, rank.sequence, pairing.floor, rank.nonce, order.prompt, order.prompt_tokens, order.start,
+            order.stop, order.into, max(0.0, transfer.deadline - now), self.limits.lease,
+        )  # fmt: skip
+        self._say(peer, offer, rank.tries)
+        self.timers.set(("resend", order.key, peer), now + self.limits.resend_wait(rank.tries))
+
+    def _send_cancel(self, key: TransferKey, peer: str, now: float) -> None:
+        transfer = self._transfers[key]
+        rank = transfer.ranks[peer]
+        outcome = transfer.outcome or Outcome.CANCELLED
+        self._say(peer, Cancel(key, rank.sequence, self._pairings[peer].floor, outcome), rank.tries)
+        self.timers.set(("resend", key, peer), now + self.limits.resend_wait(rank.tries))
+
+    def _say(self, peer: str, message: Offer | Cancel | Renew, tries: int = 0) -> None:
+        self._commands.append(Send(peer, message, insist=tries >= self.limits.insist_after))
+
+    def _resend(self, key: TransferKey, peer: str, now: float) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is None or not self._is_live(peer):
+            return
+        rank = transfer.ranks[peer]
+        rank.tries = min(rank.tries + 1, self.limits.most_tries())
+        if rank.custody is Target.OFFERED and not rank.acked:
+            self._send_offer(transfer, peer, now)
+        elif rank.custody is Target.DRAINING:
+            self._send_cancel(key, peer, now)
+
+    def _renew(self, peer: str, now: float) -> None:
+        pairing = self._pairings.get(peer)
+        if pairing is None or not pairing.live or not pairing.open:
+            return
+        self._say(peer, Renew(pairing.floor, self.limits.lease))
+        self.timers.set(("renew", peer), now + self.limits.renew)
+
+    def _seek_proof(self, peer: str, now: float) -> None:
+        """Ask the transport about quarantined blocks, and the producer too where it can still be heard."""
+        pairing = self._pairings.get(peer)
+        waiting = [] if pairing is None else self._quarantined(pairing, peer)
+        if pairing is None or not waiting:
+            return
+        self._commands.append(AskProof(peer))
+        if pairing.live:
+            for key, rank in waiting:
+                outcome = self._transfers[key].outcome or Outcome.CANCELLED
+                self._say(peer, Cancel(key, rank.sequence, pairing.floor, outcome))
+        self.timers.set(("proof", peer), now + self.limits.ask_proof)
+
+    def _quarantined(self, pairing: Pairing, peer: str) -> list[tuple[TransferKey, OrderAtRank]]:
+        ranks = ((key, self._transfers[key].ranks[peer]) for key in pairing.open.values())
+        return [(key, rank) for key, rank in ranks if rank.custody is Target.QUARANTINED]
+
+    # Messages
+
+    def _on_ack(self, peer: str, message: Ack) -> None:
+        key = self._pairings[peer].open.get(message.sequence)
+        if key is None:
+            return
+        rank = self._transfers[key].ranks[peer]
+        if rank.custody is Target.OFFERED and not rank.acked:
+            rank.acked, rank.tries = True, 0
+            self.timers.cancel(("resend", key, peer))
+
+    def _on_complete(self, peer: str, message: Complete, now: float) -> None:
+        key, owner = self._nonces.get(message.nonce, (None, None))
+        if key is None or owner != peer or key not in self._transfers:
+            self.counts["stray complete"] += 1
+            return
+        rank = self._transfers[key].ranks[peer]
+        if rank.custody in (Target.ENDED, Target.QUEUED):
+            self.counts["stray complete"] += 1
+            return
+        try:
+            fresh = rank.coverage.add(message.part, message.spans)
+        except ValueError as error:
+            self._finish(key, Outcome.REJECTED_GEOMETRY, f"{peer}: {error}", now)
+            return
+        if not fresh:
+            self.counts["duplicate complete"] += 1
+        elif message.whole is not None and not same_spans(message.whole, rank.coverage.owed):
+            detail = f"{peer} sends {message.whole}, owed {rank.coverage.owed}"
+            self._finish(key, Outcome.REJECTED_TOKENS, detail, now)
+        elif rank.coverage.full:
+            self._move(key, peer, TargetEvent.COVER)
+            self._settle(key, now)
+
+    def _on_failed(self, peer: str, message: Failed, now: float) -> None:
+        key = self._pairings[peer].open.get(message.sequence)
+        if key is None:
+            # Over here with full coverage (or drained, when the answer no longer matters).
+            self._say(peer, Cancel(message.key, message.sequence, self._pairings[peer].floor, Outcome.COMPLETE))
+            return
+        rank = self._transfers[key].ranks[peer]
+        if self._transfers[key].state is Receiving.OPEN:
+            self._finish(key, message.outcome, message.detail, now)
+        elif rank.custody is Target.DRAINING:
+            self._send_cancel(key, peer, now)
+        if message.stuck and rank.custody is Target.DRAINING:
+            self._move(key, peer, TargetEvent.LOSE)
+            self.timers.set(("proof", peer), now)
+
+    def _on_drained(self, peer: str, message: Drained, now: float) -> None:
+        key = self._pairings[peer].open.get(message.sequence)
+        if key is None:
+            return
+        if self._transfers[key].ranks[peer].custody is Target.OFFERED:
+            self.counts["stray drained"] += 1
+            return
+        self._move(key, peer, TargetEvent.DRAIN)
+        self._settle(key, now)
+
+    # Outcome and custody
+
+    def _finish(self, key: TransferKey, outcome: Outcome, detail: str, now: float, lost: str | None = None) -> None:
+        """Give a transfer its outcome, unless it has one, and stop every rank that may still write."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return
+        if transfer.state is Receiving.OPEN:
+            transfer.state = step(RECEIVING, transfer.state, OutcomeEvent.FAIL)
+            self._end(transfer, outcome, detail)
+        for peer, rank in transfer.ranks.items():
+            if peer == lost and rank.custody not in (Target.ENDED, Target.QUARANTINED):
+                self._move(key, peer, TargetEvent.LOSE)
+            elif rank.custody is Target.QUEUED:
+                self._move(key, peer, TargetEvent.STOP)
+            elif rank.custody is Target.OFFERED:
+                self._move(key, peer, TargetEvent.STOP)
+                rank.tries = 0
+                self._send_cancel(key, peer, now)
+        self._settle(key, now)
+
+    def _end(self, transfer: Transfer, outcome: Outcome, detail: str) -> None:
+        transfer.outcome = outcome
+        self.timers.cancel(("deadline", transfer.order.key))
+        self._commands.append(Ended(transfer.order.key, outcome, detail))
+
+    def _move(self, key: TransferKey, peer: str, event: TargetEvent) -> None:
+        rank = self._transfers[key].ranks[peer]
+        rank.custody = step(TARGET, rank.custody, event)
+        if rank.custody in (Target.ENDED, Target.QUARANTINED):
+            self.timers.cancel(("resend", key, peer))
+        if rank.custody is Target.ENDED:
+            self._pairings[peer].open.pop(rank.sequence, None)
+
+    def _settle(self, key: TransferKey, now: float) -> None:
+        """Complete a transfer that is covered from every rank; release one whose custody has ended."""
+        transfer = self._transfers.get(key)
+        if transfer is None or any(rank.custody is not Target.ENDED for rank in transfer.ranks.values()):
+            return
+        if transfer.state is Receiving.OPEN:
+            transfer.state = step(RECEIVING, transfer.state, OutcomeEvent.ALL_HERE)
+            self._end(transfer, Outcome.COMPLETE, "")
+        del self._transfers[key]
+        if self._newest.get(key.base) == key:
+            del self._newest[key.base]
+        for held, mine in zip(self._held, transfer.blocks, strict=False):
+            held -= mine
+        for peer, rank in transfer.ranks.items():
+            del self._nonces[rank.nonce]
+            self._pump(peer, now)
+        self._commands.append(Released(key))

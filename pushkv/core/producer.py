@@ -1,0 +1,444 @@
+"""The producer's protocol machine: offers met with staged blocks, WRITEs, and the custody of source blocks.
+
+Sans-IO: every method takes ``now`` in seconds and leaves commands to be taken by :meth:`ProducerMachine.commands`.
+Peers are named by the consumer's agent name, which contains its epoch. The runtime has checked the pair's token
+before a message gets here, and carries out Post commands in order, at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pushkv.core.commands import AskProof, Command, Ended, Post, Send
+from pushkv.core.limits import Limits
+from pushkv.core.messages import (
+    Ack,
+    Blocks,
+    Cancel,
+    Complete,
+    Drained,
+    Failed,
+    Grant,
+    Offer,
+    Renew,
+    ToProducer,
+)
+from pushkv.core.outcome import Outcome
+from pushkv.core.sending import Customer, Owed, Serving
+from pushkv.core.stages import Outbox, Stage, Stages
+from pushkv.core.states import SENDING, SOURCE, OutcomeEvent, Sending, Source, SourceEvent, step
+from pushkv.core.timers import Timers
+
+
+@dataclass
+class ProducerMachine:
+    """One producer rank's side of every transfer it knows of.
+
+    ``rank`` and ``epoch`` go into each Complete. ``counts`` tallies what was dropped and why.
+    """
+
+    rank: int
+    epoch: str
+    limits: Limits = field(default_factory=Limits)
+    timers: Timers = field(default_factory=Timers)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._out = Outbox()
+        self._stages = Stages(self._out, self.limits.unmatched)
+        self._customers: dict[str, Customer] = {}
+        self._serving: dict[str, list[Serving]] = {}
+        self._writes: dict[int, Serving] = {}
+        self._next_write = 1
+        self._unmatched = 0
+        self._closing = False
+
+    # What the engine asks
+
+    def stage(
+        self,
+        transfer: str,
+        blocks: Blocks,
+        prompt: bytes,
+        prompt_tokens: int,
+        ready: int,
+        now: float,
+        siblings: int = 1,
+        deadline: float | None = None,
+    ) -> None:
+        """Say that the KV of tokens 0 to ``ready`` of a prompt is in ``blocks``; again as more is computed.
+
+        ``siblings`` is how many consumers' transfers the stage waits for. Raises ProtocolError, and changes
+        nothing, where the numbers contradict each other or an earlier call, or too many prompts wait.
+        """
+        stage = Stage(transfer, prompt, prompt_tokens, siblings, blocks, ready)
+        if self._stages.put(stage):
+            wait = self.limits.stage_deadline if deadline is None else deadline
+            self.timers.set(("stage", transfer), now + wait)
+        for serving in list(self._serving.get(transfer, ())):
+            self._meet(serving, now)
+        self._settle_stage(transfer)
+
+    def preempt(self, transfer: str) -> None:
+        """Take a stage's blocks back: no further part is posted from them; StageReleased says when none is read.
+
+        Then stage again with fresh blocks to go on from the first unsent token, or :meth:`unstage`. Unknown ids
+        are fine.
+        """
+        self._stages.suspend(transfer, self._reads(transfer))
+
+    def unstage(self, transfer: str, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
+        """End a stage from this side: its open transfers fail with ``outcome``. Unknown ids are fine."""
+        stage = self._stages.get(transfer)
+        if stage is None:
+            return
+        self._stages.end(stage, outcome, detail)
+        for serving in list(self._serving.get(transfer, ())):
+            self._fail(serving, outcome, detail or "cancelled by the producer's engine", now)
+        self._settle_stage(transfer)
+
+    def close(self, now: float) -> None:
+        """Refuse new offers from now on; those that have met no stage are refused too."""
+        self._closing = True
+        for servings in list(self._serving.values()):
+            for serving in list(servings):
+                if serving.state is Sending.OFFERED:
+                    self._fail(serving, Outcome.REJECTED_CLOSING, "the producer is shutting down", now)
+
+    @property
+    def reading(self) -> int:
+        """How many transfers' source blocks may still be read."""
+        return sum(serving.reads for servings in self._serving.values() for serving in servings)
+
+    @property
+    def open_transfers(self) -> int:
+        """How many transfers have no outcome yet."""
+        return sum(s.state is not Sending.OVER for servings in self._serving.values() for s in servings)
+
+    @property
+    def staged(self) -> int:
+        """How many stages still wait or are read."""
+        return len(self._stages)
+
+    def custody(self) -> Counter[Source]:
+        """How many transfers are in which custody."""
+        return Counter(serving.custody for servings in self._serving.values() for serving in servings)
+
+    # What the runtime tells
+
+    def connected(self, peer: str, owed: Owed, now: float) -> None:
+        """A consumer epoch is connected, for the first time or again."""
+        customer = self._customers.setdefault(peer, Customer(owed, self.limits.window))
+        customer.owed, customer.lost = owed, False
+
+    def peer_lost(self, peer: str, detail: str, now: float) -> None:
+        """A consumer cannot be reached: its transfers end. What is in flight stays in custody."""
+        customer = self._customers.get(peer)
+        if customer is None or customer.lost:
+            return
+        customer.lost = True
+        self.timers.cancel(("lease", peer))
+        for serving in list(customer.live.values()):
+            self._over(serving, OutcomeEvent.END, Outcome.PEER_LOST, detail)
+            self._stop(serving)
+        self.timers.set(("proof", peer), now)
+
+    def writes_ended(self, peer: str, now: float) -> None:
+        """The transport has proof that no WRITE to this consumer epoch reads or writes memory any more."""
+        customer = self._customers.get(peer)
+        if customer is None:
+            return
+        for serving in list(customer.live.values()):
+            if serving.custody in (Source.STUCK, Source.DRAINING):
+                self._forget_writes(serving)
+                self._move(serving, SourceEvent.PROVE)
+                self._settle(serving)
+        self.timers.cancel(("proof", peer))
+        if customer.lost and not customer.live:
+            del self._customers[peer]
+
+    def write_done(self, write: int, now: float) -> None:
+        """A WRITE has ended and its bytes are there."""
+        serving = self._writes.pop(write, None)
+        if serving is None:
+            return
+        serving.writes.discard(write)
+        self._read_ended(serving)
+
+    def write_failed(
+        self, write: int, outcome: Outcome, detail: str, now: float, reached: bool = True
+    ) -> None:  # fmt: skip
+        """A WRITE has failed. Unless it never ``reached`` the transport, its bytes may still travel."""
+        serving = self._writes.pop(write, None)
+        if serving is None:
+            return
+        serving.writes.discard(write)
+        if reached and serving.custody is not Source.STUCK:
+            self._move(serving, SourceEvent.STRAND)
+        self._fail(serving, outcome, detail, now)
+        if serving.custody is Source.STUCK:
+            self.timers.set(("proof", serving.peer), now)
+        else:
+            self._read_ended(serving)
+
+    def receive(self, peer: str, message: ToProducer, now: float) -> None:
+        """Take in a message of a peer whose token was right. Never raises for what it says."""
+        customer = self._customers.get(peer)
+        if customer is None or customer.lost:
+            self.counts["stray"] += 1
+            return
+        if isinstance(message, Grant):
+            self.counts["grant without a ring"] += 1
+            return
+        customer.raise_floor(message.floor)
+        if isinstance(message, Renew):
+            self.timers.set(("lease", peer), now + message.lease)
+        elif not customer.within(message.sequence):
+            self.counts["beyond the window"] += 1
+        elif isinstance(message, Offer):
+            self._on_offer(peer, customer, message, now)
+        elif isinstance(message, Cancel):
+            self._on_cancel(peer, customer, message, now)
+
+    def tick(self, now: float) -> None:
+        """Fire the timers that are due."""
+        for name in self.timers.take(now):
+            self.fire(name, now)
+
+    def fire(self, timer: object, now: float) -> None:
+        """Act on one timer, which is no longer set."""
+        match timer:
+            case ("lease", str(peer)):
+                self._lease_over(peer, now)
+            case ("deadline", str(peer), int(sequence)):
+                self._deadline(peer, sequence)
+            case ("failed", str(peer), int(sequence)):
+                self._resend_failed(peer, sequence, now)
+            case ("stage", str(transfer)):
+                self.unstage(transfer, now, Outcome.EXPIRED, "no offer came by the stage's deadline")
+            case ("proof", str(peer)):
+                self._seek_proof(peer, now)
+
+    def commands(self) -> list[Command]:
+        """Take the commands that have gathered."""
+        return self._out.take()
+
+    # Offers and cancels
+
+    def _on_offer(self, peer: str, customer: Customer, offer: Offer, now: float) -> None:
+        self.timers.set(("lease", peer), now + offer.lease)
+        if offer.sequence < customer.floor:
+            self.counts["offer below the floor"] += 1
+            return
+        if offer.sequence in customer.dead:
+            self._answer_dead(peer, customer, offer)
+            return
+        self._say(peer, Ack(offer.sequence))
+        if offer.sequence in customer.live:
+            self.counts["duplicate offer"] += 1
+            return
+        if self._unmatched >= self.limits.unmatched and offer.key.transfer not in self._stages:
+            customer.bury(offer.sequence, Outcome.REJECTED_BUSY)
+            self._answer_dead(peer, customer, offer)
+            return
+        self._admit(peer, customer, offer, now)
+
+    def _answer_dead(self, peer: str, customer: Customer, offer: Offer) -> None:
+        refused = customer.dead[offer.sequence]
+        if refused is None:
+            self._say(peer, Ack(offer.sequence))
+        else:
+            detail = f"{self.limits.unmatched} offers wait for their prompts already: retry later"
+            self._say(peer, Failed(offer.key, offer.sequence, refused, detail))
+
+    def _admit(self, peer: str, customer: Customer, offer: Offer, now: float) -> None:
+        serving = Serving(peer, offer, sent=offer.start)
+        self._unmatched += 1
+        customer.live[offer.sequence] = serving
+        rivals = [s for s in self._serving.get(offer.key.transfer, ()) if s.offer.key.base == offer.key.base]
+        self._serving.setdefault(offer.key.transfer, []).append(serving)
+        self.timers.set(("deadline", peer, offer.sequence), now + offer.remaining)
+        for rival in rivals:
+            older = min(rival, serving, key=lambda s: s.offer.key.attempt)
+            self._fail(older, Outcome.SUPERSEDED, "a later attempt has been offered", now)
+        if self._closing:
+            self._fail(serving, Outcome.REJECTED_CLOSING, "the producer is shutting down", now)
+        self._meet(serving, now)
+
+    def _on_cancel(self, peer: str, customer: Customer, cancel: Cancel, now: float) -> None:
+        serving = customer.live.get(cancel.sequence)
+        if serving is None:
+            customer.bury(cancel.sequence)
+            self._say(peer, Drained(cancel.key, cancel.sequence))
+            self._stages.sibling_done(cancel.key.base, cancel.outcome)
+            self._settle_stage(cancel.key.transfer)
+            return
+        serving.answer_due = True
+        self._over(serving, OutcomeEvent.ANSWER, cancel.outcome, "the consumer ended it")
+        self._stop(serving)
+        if serving.custody is Source.STUCK:
+            self._say_failed(serving, stuck=True)
+
+    # Rendezvous
+
+    def _meet(self, serving: Serving, now: float) -> None:
+        """Where an offer and a stage are both here, check that they are of one prompt and post what is ready."""
+        stage = self._stages.get(serving.offer.key.transfer)
+        if stage is None:
+            return
+        if serving.state is Sending.OFFERED:
+            refusal = stage.refusal(serving.offer)
+            if refusal is not None:
+                self._fail(serving, *refusal, now)
+                return
+            self._unmatched -= 1
+            serving.state = step(SENDING, serving.state, OutcomeEvent.MATCH)
+        if serving.state is Sending.MATCHED:
+            self._advance(serving, stage)
+
+    def _advance(self, serving: Serving, stage: Stage) -> None:
+        """Post the part from the first unsent token to what is ready; a part once posted never changes."""
+        offer, start = serving.offer, serving.sent
+        stop = min(stage.ready, offer.stop)
+        if stage.blocks is None or (stop <= start and offer.start < offer.stop):
+            return
+        customer = self._customers[serving.peer]
+        serving.sent = stop
+        if spans := customer.owed(start, stop):
+            whole = customer.owed(offer.start, offer.stop) if stop == offer.stop else None
+            part = Complete(offer.nonce, self.rank, self.epoch, serving.parts, spans, whole)
+            self._post(serving, stage.blocks, start, stop, part)
+        self._maybe_complete(serving)
+
+    def _post(self, serving: Serving, source: Blocks, start: int, stop: int, complete: Complete) -> None:
+        offer, write = serving.offer, self._next_write
+        self._next_write += 1
+        serving.parts += 1
+        serving.writes.add(write)
+        self._writes[write] = serving
+        self._move(serving, SourceEvent.POST)
+        assert isinstance(offer.into, Blocks)
+        self._out.put(
+            Post(write, serving.peer, offer.key, source, offer.into, start, stop, complete)
+        )  # fmt: skip
+
+    def _read_ended(self, serving: Serving) -> None:
+        if serving.writes or serving.custody not in (Source.READING, Source.DRAINING):
+            return
+        self._move(serving, SourceEvent.LAST_DONE)
+        self._maybe_complete(serving)
+        self._settle(serving)
+
+    def _maybe_complete(self, serving: Serving) -> None:
+        if serving.state is Sending.MATCHED and serving.custody is Source.IDLE and serving.sent >= serving.offer.stop:
+            self._over(serving, OutcomeEvent.ALL_SENT, Outcome.COMPLETE, "")
+            self._stop(serving)
+
+    # Failure, outcome, custody
+
+    def _fail(self, serving: Serving, outcome: Outcome, detail: str, now: float) -> None:
+        """Say that a transfer will not complete, until the consumer answers or the deadline passes."""
+        if serving.state in (Sending.FAILING, Sending.OVER):
+            return
+        if serving.state is Sending.OFFERED:
+            self._unmatched -= 1
+        serving.state = step(SENDING, serving.state, OutcomeEvent.FAIL)
+        serving.failing, serving.detail = outcome, detail[:2000]
+        self._say_failed(serving)
+        self.timers.set(
+            ("failed", serving.peer, serving.offer.sequence), now + self.limits.resend_wait(0)
+        )  # fmt: skip
+        self._stop(serving)
+
+    def _say_failed(self, serving: Serving, stuck: bool = False) -> None:
+        outcome = serving.failing or Outcome.TRANSPORT_ERROR
+        stuck = stuck or serving.custody is Source.STUCK
+        message = Failed(serving.offer.key, serving.offer.sequence, outcome, serving.detail, stuck)
+        self._say(serving.peer, message, serving.tries)
+
+    def _resend_failed(self, peer: str, sequence: int, now: float) -> None:
+        customer = self._customers.get(peer)
+        serving = None if customer is None or customer.lost else customer.live.get(sequence)
+        if serving is None or serving.state is not Sending.FAILING:
+            return
+        serving.tries = min(serving.tries + 1, self.limits.most_tries())
+        self._say_failed(serving)
+        self.timers.set(("failed", peer, sequence), now + self.limits.resend_wait(serving.tries))
+
+    def _deadline(self, peer: str, sequence: int) -> None:
+        customer = self._customers.get(peer)
+        serving = None if customer is None else customer.live.get(sequence)
+        if serving is not None:
+            outcome = serving.failing or Outcome.EXPIRED
+            self._over(serving, OutcomeEvent.END, outcome, serving.detail or "its deadline passed")
+            self._stop(serving)
+
+    def _lease_over(self, peer: str, now: float) -> None:
+        """The lease bounds what may be started: what has unsent tokens ends; what is in flight goes on."""
+        customer = self._customers.get(peer)
+        for serving in [] if customer is None else list(customer.live.values()):
+            if serving.state is Sending.OFFERED or serving.sent < serving.offer.stop:
+                self._fail(serving, Outcome.EXPIRED, "its lease was not renewed", now)
+
+    def _over(self, serving: Serving, event: OutcomeEvent, outcome: Outcome, detail: str) -> None:
+        if serving.state is Sending.OVER:
+            return
+        if serving.state is Sending.OFFERED:
+            self._unmatched -= 1
+        if serving.failing is outcome:
+            detail = serving.detail
+        serving.state = step(SENDING, serving.state, event)
+        offer = serving.offer
+        self.timers.cancel(("deadline", serving.peer, offer.sequence))
+        self.timers.cancel(("failed", serving.peer, offer.sequence))
+        self._out.put(Ended(offer.key, outcome, detail))
+        self._stages.sibling_done(offer.key.base, outcome)
+
+    def _stop(self, serving: Serving) -> None:
+        """Nothing more will be posted for this offer."""
+        if serving.custody in (Source.IDLE, Source.READING):
+            self._move(serving, SourceEvent.STOP)
+        self._settle(serving)
+
+    def _move(self, serving: Serving, event: SourceEvent) -> None:
+        serving.custody = step(SOURCE, serving.custody, event)
+
+    def _forget_writes(self, serving: Serving) -> None:
+        for write in serving.writes:
+            self._writes.pop(write, None)
+        serving.writes.clear()
+
+    def _settle(self, serving: Serving) -> None:
+        """Answer a Cancel whose WRITEs have ended, and forget what is over with custody ended."""
+        if serving.custody is not Source.ENDED:
+            return
+        offer, customer = serving.offer, self._customers[serving.peer]
+        if serving.answer_due and not customer.lost:
+            serving.answer_due = False
+            self._say(serving.peer, Drained(offer.key, offer.sequence))
+        if serving.state is Sending.OVER and offer.sequence in customer.live:
+            customer.bury(offer.sequence)
+            self._serving[offer.key.transfer].remove(serving)
+            if not self._serving[offer.key.transfer]:
+                del self._serving[offer.key.transfer]
+        self._settle_stage(offer.key.transfer)
+
+    def _reads(self, transfer: str) -> bool:
+        return any(serving.reads for serving in self._serving.get(transfer, ()))
+
+    def _settle_stage(self, transfer: str) -> None:
+        if self._stages.settle(transfer, self._reads(transfer)):
+            self.timers.cancel(("stage", transfer))
+
+    def _seek_proof(self, peer: str, now: float) -> None:
+        customer = self._customers.get(peer)
+        reads = customer is not None and any(s.reads for s in customer.live.values())
+        if customer is not None and (reads or customer.lost):
+            self._out.put(AskProof(peer))
+            # With nothing in custody the proof only lets the epoch be forgotten: no hurry.
+            self.timers.set(("proof", peer), now + self.limits.ask_proof * (1 if reads else 100))
+
+    def _say(self, peer: str, message: Ack | Failed | Drained, tries: int = 0) -> None:
+        if not self._customers[peer].lost:
+            self._out.put(Send(peer, message, insist=tries >= self.limits.insist_after))

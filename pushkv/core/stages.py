@@ -1,0 +1,158 @@
+"""The producer's staged prompts: which wait, which are over, and when their blocks go back to the engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pushkv.core.commands import Command, StageEnded, StageReleased
+from pushkv.core.messages import Blocks, Offer, Ring
+from pushkv.core.outcome import Outcome, worst
+from pushkv.errors import ProtocolError
+
+Base = tuple[str, str, str, int]
+_REMEMBERED = 4096
+
+
+class Outbox:
+    """Commands that wait to be taken."""
+
+    __slots__ = ("_commands",)
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+
+    def put(self, command: Command) -> None:
+        """Add a command."""
+        self._commands.append(command)
+
+    def take(self) -> list[Command]:
+        """Take all of them, in order."""
+        taken, self._commands = self._commands, []
+        return taken
+
+
+@dataclass
+class Stage:
+    """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``.
+
+    ``suspended`` while the engine wants its blocks back (preemption) and they are still read; ``blocks`` is None
+    once it has them. ``done`` has the outcome of each sibling.
+    """
+
+    transfer: str
+    prompt: bytes
+    prompt_tokens: int
+    siblings: int
+    blocks: Blocks | None = None
+    ready: int = 0
+    done: dict[Base, Outcome] = field(default_factory=dict)
+    suspended: bool = False
+    over: bool = False
+
+    def refusal(self, offer: Offer) -> tuple[Outcome, str] | None:
+        """Why this offer cannot be served from this stage, None where it can."""
+        if offer.prompt_tokens != self.prompt_tokens:
+            lengths = f"the offer's prompt has {offer.prompt_tokens} tokens, the staged one {self.prompt_tokens}"
+            return Outcome.REJECTED_PROMPT, lengths
+        if offer.prompt != self.prompt:
+            digests = f"the offer's digest is {offer.prompt.hex()[:16]}, the staged one's {self.prompt.hex()[:16]}"
+            return Outcome.REJECTED_PROMPT, digests
+        if not offer.start <= offer.stop <= self.prompt_tokens:
+            asked = f"tokens {offer.start} to {offer.stop} are asked of a prompt of {self.prompt_tokens}"
+            return Outcome.REJECTED_TOKENS, asked
+        if isinstance(offer.into, Ring):
+            return Outcome.REJECTED_GEOMETRY, "this producer cannot fill landing slots: offer blocks"
+        return None
+
+
+class Stages:
+    """All stages of a producer, by transfer id."""
+
+    def __init__(self, out: Outbox, limit: int) -> None:
+        self._out = out
+        self._limit = limit
+        self._stages: dict[str, Stage] = {}
+        # Siblings that ended before their prompt was staged, so that a stage for them need not wait out its
+        # deadline. A hint only: no rule rests on it, so it may be evicted.
+        self._early: OrderedDict[Base, Outcome] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __contains__(self, transfer: str) -> bool:
+        return transfer in self._stages
+
+    def get(self, transfer: str) -> Stage | None:
+        """The stage of a transfer id that still wants serving, None where there is none."""
+        stage = self._stages.get(transfer)
+        return None if stage is None or stage.over else stage
+
+    def put(self, stage: Stage) -> bool:
+        """Take a stage in, or more of one; True where it is new. Raises ProtocolError and changes nothing else."""
+        known = self._stages.get(stage.transfer)
+        self._check(stage, known)
+        if known is not None:
+            known.blocks, known.ready = stage.blocks, stage.ready
+            return False
+        self._stages[stage.transfer] = stage
+        stage.done.update({base: end for base, end in self._early.items() if base[0] == stage.transfer})
+        return True
+
+    def _check(self, stage: Stage, known: Stage | None) -> None:
+        name, ready = stage.transfer, stage.ready
+        if not 0 <= ready <= stage.prompt_tokens:
+            raise ProtocolError(f"{name} stages {ready} of {stage.prompt_tokens} tokens: stage at most the prompt")
+        if known is None:
+            if len(self._stages) >= self._limit:
+                raise ProtocolError(f"{name} is one stage more than the limit of {self._limit}: wait for some to end")
+            return
+        if known.over or known.suspended:
+            state = "over" if known.over else "preempted"
+            raise ProtocolError(f"{name} is {state} and its blocks are still read: wait for their release")
+        if (stage.prompt, stage.prompt_tokens) != (known.prompt, known.prompt_tokens):
+            raise ProtocolError(f"{name} is staged already for another prompt: use a transfer id once a dispatch")
+        if ready < known.ready:
+            raise ProtocolError(f"{name} goes back from {known.ready} to {ready} tokens: preempt it first")
+
+    def suspend(self, transfer: str, reading: bool) -> None:
+        """The engine wants the blocks back: nothing more may be posted from them."""
+        stage = self.get(transfer)
+        if stage is not None and stage.blocks is not None:
+            stage.ready, stage.suspended = 0, True
+            self.settle(transfer, reading)
+
+    def sibling_done(self, base: Base, outcome: Outcome) -> None:
+        """One sibling has ended, unless another attempt of it follows."""
+        if outcome is Outcome.SUPERSEDED:
+            return
+        stage = self._stages.get(base[0])
+        if stage is not None:
+            stage.done[base] = outcome
+            return
+        self._early[base] = outcome
+        self._early.move_to_end(base)
+        if len(self._early) > _REMEMBERED:
+            self._early.popitem(last=False)
+
+    def end(self, stage: Stage, outcome: Outcome, detail: str = "") -> None:
+        """Give a stage its outcome, once."""
+        if not stage.over:
+            stage.over = True
+            self._out.put(StageEnded(stage.transfer, outcome, detail))
+
+    def settle(self, transfer: str, reading: bool) -> bool:
+        """End a stage that is done with, and release its blocks once nothing reads them; True when it is gone."""
+        stage = self._stages.get(transfer)
+        if stage is None:
+            return False
+        if len(stage.done) >= stage.siblings:
+            self.end(stage, worst(stage.done.values()))
+        if reading or not (stage.over or stage.suspended):
+            return False
+        if stage.blocks is not None:
+            self._out.put(StageReleased(transfer))
+        stage.blocks, stage.suspended = None, False
+        if stage.over:
+            del self._stages[transfer]
+        return stage.over

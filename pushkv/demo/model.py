@@ -127,8 +127,10 @@ class Model:
     def decode(self, cache: PagedCache, batch: Sequence[DecodeInput]) -> Float:
         """One step for many sequences: stores each token's KV and returns logits (sequences, vocabulary).
 
-        Every table needs a block for its position.
+        Every table needs a block for its position. Raises ConfigError for an empty batch.
         """
+        if not batch:
+            raise ConfigError("decode of 0 sequences has nothing to do; pass at least one")
         positions = np.array([entry.position for entry in batch])
         spots = [cache.slots(entry.table, entry.position, entry.position + 1) for entry in batch]
         blocks, offsets = (np.concatenate(part) for part in zip(*spots, strict=True))
@@ -139,7 +141,9 @@ class Model:
             cache.write(layer, blocks, offsets, key, value)
             mixed = np.empty((len(batch), self._query_heads * self.config.head_dim), np.float32)
             for group in groups:
-                mixed[group.members] = self._attend_group(query[group.members], group.read(cache, layer), group.unseen)
+                mixed[group.members] = self._attend_group(
+                    query[group.members], group.read(cache, layer), group.unseen
+                )
             return mixed
 
         return self._logits(self._run(self._checked([entry.token for entry in batch]), attend))
@@ -156,7 +160,8 @@ class Model:
             cache.write(layer, blocks, offsets, key, value)
             return self._attend_causal(query, cache.read(layer, used)[:, :, :stop], unseen)
 
-        return self._run(ids, attend)[-1]
+        last: Float = self._run(ids, attend)[-1]
+        return last
 
     def _run(self, ids: NDArray[np.int64], attend: Attend) -> Float:
         """The layers over tokens (count, hidden); ``attend`` gets a layer's projections and mixes the values."""
@@ -192,7 +197,8 @@ class Model:
         scores = grouped @ cached[0].transpose(0, 2, 1)
         per_head = scores.reshape(self._query_heads, count, -1)
         mixed = _softmax(per_head, unseen, self._scale).reshape(scores.shape) @ cached[1]
-        return mixed.reshape(self._query_heads, count, size).transpose(1, 0, 2).reshape(count, -1)
+        by_token: Float = mixed.reshape(self._query_heads, count, size).transpose(1, 0, 2)
+        return by_token.reshape(count, -1)
 
     def _attend_group(self, query: Float, cached: Float, unseen: NDArray[np.bool_]) -> Float:
         """Attention of a batch of one token each: query (batch, heads, C), cached (2, heads, batch, seen, C)."""
@@ -200,7 +206,8 @@ class Model:
         grouped = query.reshape(count, self._kv_heads, -1, self.config.head_dim).transpose(1, 0, 2, 3)
         scores = grouped @ cached[0].transpose(0, 1, 3, 2)
         mixed = _softmax(scores, unseen[:, None], self._scale) @ cached[1]
-        return mixed.transpose(1, 0, 2, 3).reshape(count, -1)
+        by_token: Float = mixed.transpose(1, 0, 2, 3)
+        return by_token.reshape(count, -1)
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
         ids = np.asarray(tokens, dtype=np.int64)
@@ -261,8 +268,8 @@ def head_slice(config: ModelConfig, rank: int, size: int) -> slice:
     even = config.kv_heads % size == 0 or size % config.kv_heads == 0
     if not 0 <= rank < size or config.query_heads % size or config.intermediate % size or not even:
         raise ConfigError(
-            f"rank {rank} of {size} cannot hold a share of {config.query_heads} query heads, {config.kv_heads} KV heads "
-            f"and an MLP of {config.intermediate}; use a size that divides them and a rank below it"
+            f"rank {rank} of {size} cannot hold a share of {config.query_heads} query heads, {config.kv_heads} "
+            f"KV heads and an MLP of {config.intermediate}; use a size that divides them and a rank below it"
         )
     start = rank * config.kv_heads // size
     return slice(start, start + max(1, config.kv_heads // size))

@@ -15,7 +15,6 @@ from pushkv.errors import ConfigError, PushKVError
 
 AXES = "LSBHNC"
 """Layer, K or V, block, head, token in block, content."""
-DTYPES = ("float32", "float16")
 
 BlockIds = NDArray[np.int32]
 Float = NDArray[np.float32]
@@ -118,7 +117,9 @@ class BlockPool:
     def allocate(self, count: int) -> BlockIds:
         """Take ``count`` blocks; raises OutOfBlocks and takes none when there are too few."""
         if not 0 <= count <= len(self._free):
-            raise OutOfBlocks(f"{count} blocks asked for, {len(self._free)} of {self.blocks} free; free some or grow the cache")
+            raise OutOfBlocks(
+                f"{count} blocks asked for, {len(self._free)} of {self.blocks} free; free some or grow the cache"
+            )
         ids = [block for block, _ in zip(self._free, range(count), strict=False)]
         for block in ids:
             del self._free[block]
@@ -143,15 +144,17 @@ def _physical_shape(sizes: dict[str, int], order: str) -> tuple[int, ...]:
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype[np.floating]:
-    found = np.dtype(dtype)
-    if found.name not in DTYPES:
-        raise ConfigError(f"cache dtype {found.name!r} is not supported; use one of {', '.join(DTYPES)}")
-    return found
+    for supported in (np.dtype(np.float32), np.dtype(np.float16)):
+        if dtype in (supported, supported.name, supported.type):
+            return supported
+    raise ConfigError(f"cache dtype {dtype!r} is not supported; use float32 or float16")
 
 
 def _checked_array(
     array: NDArray[np.floating], shape: tuple[int, ...], dtype: np.dtype[np.floating]
 ) -> NDArray[np.floating]:
     if array.shape != shape or array.dtype != dtype:
-        raise ConfigError(f"the cache needs an array of {shape} {dtype}, got {array.shape} {array.dtype}; reshape it first")
+        raise ConfigError(
+            f"the cache needs an array of {shape} {dtype}, got {array.shape} {array.dtype}; reshape it first"
+        )
     return array

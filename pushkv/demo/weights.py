@@ -34,7 +34,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
-            raise ConfigError(f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads; use a multiple")
+            raise ConfigError(
+                f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads; use a multiple"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd and cannot be rotated in pairs; use an even one")
 

@@ -64,7 +64,7 @@ class CopyPlan:
         return self._number() if self._number is not None else None
 
     def split(self, max_bytes: int) -> tuple[CopyPlan, ...]:
-        """The same copy in parts of ``max_bytes`` rounded down to a multiple of ``grain``, the last one shorter.
+        """The same copy in parts of ``max_bytes``, rounded down to a multiple of ``grain``; the last may be shorter.
 
         Cuts fall at byte counts of the whole, so two sides that plan the same elements cut alike, wherever their
         blocks are. Raises GeometryError if ``max_bytes`` is less than one grain.
@@ -73,6 +73,8 @@ class CopyPlan:
             raise GeometryError(
                 f"Parts of {max_bytes} bytes cannot hold one piece of {self.grain}; allow at least that."
             )
+        if not self.length.size:
+            return ()
         size = max_bytes - max_bytes % max(self.grain, 1)
         ends = np.cumsum(self.length)
         cuts = np.arange(size, self.bytes, size, dtype=np.int64)

@@ -1,0 +1,308 @@
+"""Cache groups read off what engines give: arrays with named axes, vLLM's orders, Neuron's.
+
+An array is described by shape, byte strides, item size and where it starts; torch and numpy arrays are read by
+:func:`read_array` without importing either. Axes are named by one letter a dimension, out of ``LSBHNC``; the same
+letter on neighbouring dimensions folds them into one axis (a state of shape (B, H, P, D) is ``"BHCC"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from pushkv.core.geometry import CacheGroup, Kind, Layer, Place, Strides
+from pushkv.core.memory import Region
+from pushkv.errors import GeometryError
+
+VLLM_ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""The physical orders that vLLM names, outermost axis first."""
+
+
+class Packing(Enum):
+    """How an array without an S axis keeps K and V."""
+
+    SINGLE = "single"
+    """It has one side only (MLA latents, states)."""
+    CONTENT = "content"
+    """Half of the content axis each: physically (…, N, S, C)."""
+    ROWS = "rows"
+    """All K rows of a block and head, then all V rows: physically (…, S, N, C), whatever the shape says."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array in region number ``region``; ``offset`` and ``strides`` in bytes, ``shape`` in elements."""
+
+    region: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+
+
+class Described(Protocol):
+    """An array as a memory backend describes it, in a region of its own."""
+
+    @property
+    def region(self) -> Region: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's heads ``[head_start, head_stop)`` of ``total_heads``, as copy ``replica`` of ``replicas``."""
+
+    head_start: int
+    head_stop: int
+    total_heads: int
+    replica: int = 0
+    replicas: int = 1
+
+
+def shard(total_heads: int, rank: int, ranks: int) -> Shard:
+    """What tensor-parallel rank ``rank`` of ``ranks`` holds: an equal share of the heads, or a copy of one.
+
+    MLA latents are one head: ``shard(1, rank, ranks)``. Raises GeometryError where the numbers do not divide.
+    """
+    if not 0 <= rank < ranks or (total_heads % ranks and ranks % total_heads):
+        raise GeometryError(
+            f"{total_heads} heads cannot be shared out to rank {rank} of {ranks}; one number must divide the other."
+        )
+    if ranks <= total_heads:
+        share = total_heads // ranks
+        return Shard(rank * share, (rank + 1) * share, total_heads)
+    copies = ranks // total_heads
+    head = rank // copies
+    return Shard(head, head + 1, total_heads, rank % copies, copies)
+
+
+def read_array(array: Any, region: int = 0, offset: int | None = None) -> Array:
+    """Describe anything with ``.shape`` and torch's ``.stride()`` (in elements) or numpy's ``.strides`` (in bytes).
+
+    ``offset`` is the first element's, in bytes from the start of the region; by default torch's storage offset,
+    which is right where the region is the array's storage, and 0 for numpy.
+    """
+    shape = tuple(int(size) for size in array.shape)
+    if callable(getattr(array, "stride", None)):
+        itemsize = int(array.element_size())
+        strides = tuple(int(step) * itemsize for step in array.stride())
+        start = int(array.storage_offset()) * itemsize
+    else:
+        itemsize, strides, start = int(array.itemsize), tuple(int(step) for step in array.strides), 0
+    return Array(region, start if offset is None else offset, shape, strides, itemsize, _dtype_name(array.dtype))
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def place_array(description: Described, regions: list[Region]) -> Array:
+    """A backend's description with its region by number; a region not in ``regions`` yet is appended."""
+    if description.region not in regions:
+        regions.append(description.region)
+    return Array(
+        regions.index(description.region),
+        description.offset,
+        tuple(description.shape),
+        tuple(description.strides),
+        description.itemsize,
+        description.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """An array seen by axis letter: (size, byte stride) each; an absent axis has size 1 and stride 0."""
+
+    array: Array
+    named: dict[str, tuple[int, int]]
+
+    def __getitem__(self, letter: str) -> tuple[int, int]:
+        return self.named.get(letter, (1, 0))
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        """What must be alike in all layers of a group."""
+        return (self.array.dtype, self.array.itemsize, *(self[letter] for letter in "BHNC"))
+
+
+def _name_axes(array: Array, axes: str) -> _Axes:
+    if len(axes) != len(array.shape) or set(axes) - set("LSBHNC"):
+        raise GeometryError(
+            f"Axes {axes!r} do not name the {len(array.shape)} dimensions of shape {array.shape}; "
+            "give one letter out of LSBHNC a dimension."
+        )
+    named: dict[str, tuple[int, int]] = {}
+    for letter, size, stride in reversed(list(zip(axes, array.shape, array.strides, strict=True))):
+        inner_size, inner_stride = named.get(letter, (1, stride))
+        if inner_size == 1:
+            inner_stride = stride
+        if size > 1 and stride != inner_size * inner_stride:
+            raise GeometryError(
+                f"The dimensions named {letter!r} of shape {array.shape} and byte strides {array.strides} are not "
+                "one axis: the outer does not step over exactly the inner."
+            )
+        named[letter] = (size * inner_size, inner_stride)
+    return _Axes(array, named)
+
+
+def group_of_layers(
+    arrays: Mapping[str, Array | tuple[Array, Array]],
+    axes: str,
+    shard: Shard,
+    *,
+    packing: Packing = Packing.SINGLE,
+    kind: Kind = Kind.ATTENTION,
+    window: int = 0,
+    slot_tokens: int = 1,
+) -> CacheGroup:
+    """A group with an array a layer, or a (K, V) pair of arrays; ``axes`` names the dimensions of each.
+
+    ``packing`` says where K and V are if neither an S axis nor a pair tells them apart. ``slot_tokens`` is
+    how many tokens a slot of a STATE group stands for. Raises GeometryError where layers differ in shape.
+    """
+    layers: list[Layer] = []
+    first: _Axes | None = None
+    for name, given in arrays.items():
+        sides = [_name_axes(array, axes) for array in (given if isinstance(given, tuple) else (given,))]
+        first = first or sides[0]
+        for side in sides:
+            if side.format != first.format:
+                raise GeometryError(
+                    f"Layer {name!r} has dtype, item size and axes B, H, N, C {side.format}, another of its group "
+                    f"{first.format}; put them in groups of their own."
+                )
+        layers.append(Layer(name, tuple(place for side in sides for place in _places(side, packing))))
+    if first is None:
+        raise GeometryError("A group read off arrays needs at least one; describe an empty one with CacheGroup.")
+    return _group(layers, first, shard, packing, kind, window, slot_tokens)
+
+
+def group_of_tensor(
+    names: Sequence[str],
+    array: Array,
+    axes: str,
+    shard: Shard,
+    *,
+    packing: Packing = Packing.SINGLE,
+    kind: Kind = Kind.ATTENTION,
+    window: int = 0,
+    slot_tokens: int = 1,
+) -> CacheGroup:
+    """A group whose layers are the L axis of one array, ``names`` in its order; otherwise as group_of_layers."""
+    whole = _name_axes(array, axes)
+    count, stride = whole["L"]
+    if count != len(names):
+        raise GeometryError(f"There are {len(names)} layer names for an L axis of size {count}; give one a layer.")
+    places = _places(whole, packing)
+    layers = [
+        Layer(name, tuple(Place(place.region, place.offset + number * stride) for place in places))
+        for number, name in enumerate(names)
+    ]
+    return _group(layers, whole, shard, packing, kind, window, slot_tokens)
+
+
+def _places(axes: _Axes, packing: Packing) -> tuple[Place, ...]:
+    """Where each side of the (first) layer starts."""
+    array, (sides, stride) = axes.array, axes["S"]
+    if "S" not in axes.named and packing is not Packing.SINGLE:
+        content, tokens = axes["C"], axes["N"]
+        if content[0] % 2:
+            raise GeometryError(f"A content axis of {content[0]} elements does not hold K and V; it must be even.")
+        half = content[0] // 2 * content[1]
+        sides, stride = 2, half if packing is Packing.CONTENT else half * tokens[0]
+        if packing is Packing.ROWS and (content[1], tokens[1]) != (array.itemsize, 2 * half):
+            raise GeometryError(
+                f"Token and content strides of {tokens[1]} and {content[1]} bytes leave gaps in a block and head; "
+                f"K rows then V rows need {2 * half} and {array.itemsize}."
+            )
+    return tuple(Place(array.region, array.offset + side * stride) for side in range(sides))
+
+
+def _group(
+    layers: list[Layer], axes: _Axes, shard: Shard, packing: Packing, kind: Kind, window: int, slot_tokens: int
+) -> CacheGroup:
+    (blocks, block), (heads, head), (tokens, token), (content, element) = (axes[letter] for letter in "BHNC")
+    if heads != shard.head_stop - shard.head_start:
+        raise GeometryError(
+            f"The arrays have {heads} heads; this rank's share is [{shard.head_start}, {shard.head_stop})."
+        )
+    if "S" not in axes.named and packing is not Packing.SINGLE:
+        content //= 2
+        token = token if packing is Packing.CONTENT else token // 2
+    return CacheGroup(
+        layers=tuple(layers),
+        blocks=blocks,
+        block_size=slot_tokens if kind is Kind.STATE else tokens,
+        total_heads=shard.total_heads,
+        head_start=shard.head_start,
+        head_stop=shard.head_stop,
+        content=content,
+        itemsize=axes.array.itemsize,
+        dtype=axes.array.dtype,
+        strides=Strides(block, head, token, element),
+        sides=len(layers[0].places) if layers else 1,
+        kind=kind,
+        window=window,
+        replica=shard.replica,
+        replicas=shard.replicas,
+    )
+
+
+def dense_array(order: str, sizes: Mapping[str, int], itemsize: int, dtype: str, region: int = 0) -> Array:
+    """A contiguous array with its axes in ``order``, outermost first; absent sizes are 1."""
+    shape = tuple(sizes.get(letter, 1) for letter in order)
+    strides, step = [], itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return Array(region, 0, shape, tuple(reversed(strides)), itemsize, dtype)
+
+
+def vllm_layers(
+    arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
+) -> CacheGroup:
+    """vLLM's tensor a layer, in any of its orders (the strides tell which).
+
+    Nominal shapes: (B, H, N, C) with K and V in the content; (B, N, C) for latents; and, from before the named
+    orders, (2, B, N, H, C). Others, as (B, 2, N, H, C), name their axes with :func:`group_of_layers`.
+    """
+    dimensions = {len(array.shape) for array in arrays.values()}
+    known = {3: ("BNC", Packing.SINGLE), 4: ("BHNC", Packing.CONTENT), 5: ("SBNHC", Packing.SINGLE)}
+    if len(dimensions) != 1 or not dimensions <= known.keys():
+        raise GeometryError(f"vLLM's caches have 3, 4 or 5 dimensions, one number a group; these have {dimensions}.")
+    axes, packing = known[dimensions.pop()]
+    kind = Kind.LATENT if axes == "BNC" and kind is Kind.ATTENTION else kind
+    return group_of_layers(arrays, axes, shard, packing=packing, kind=kind, window=window)
+
+
+def vllm_cross_layer(names: Sequence[str], array: Array, shard: Shard, axes: str = "LBHNC") -> CacheGroup:
+    """vLLM's one tensor for all layers, nominally (L, B, H, N, C) with K and V in the content, or as in ``axes``."""
+    packing = Packing.SINGLE if "S" in axes else Packing.CONTENT
+    return group_of_tensor(names, array, axes, shard, packing=packing)
+
+
+def vllm_cpu(
+    arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
+) -> CacheGroup:
+    """vLLM's CPU cache, nominally (B, H, N, 2 x head size); its kernel reads (B, H, S, N, C)."""
+    return group_of_layers(arrays, "BHNC", shard, packing=Packing.ROWS, kind=kind, window=window)
+
+
+def neuron_layers(
+    arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
+) -> CacheGroup:
+    """vLLM-Neuron's tensor a layer, (2, B, H, N, C)."""
+    return group_of_layers(arrays, "SBHNC", shard, kind=kind, window=window)

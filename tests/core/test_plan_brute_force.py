@@ -1,0 +1,214 @@
+"""Every plan equals an elementwise copy: arbitrary pairs of layouts of one logical cache, byte by byte.
+
+PUSHKV_PLAN_CASES sets how many cases are drawn in all (2,000 by default).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from elementwise import LogicalGroup, Rank, Share, execute, execute_through_a_slot, lay_out
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pushkv.core.copies import CopyPlan
+from pushkv.core.geometry import BlockTable, Kind
+from pushkv.core.memory import Region
+from pushkv.core.plan import plan_copy
+from pushkv.core.template import PairTemplate, writers
+
+CASES = int(os.environ.get("PUSHKV_PLAN_CASES", "2000"))
+WAYS = ("whole", "parts", "split", "slot")
+VLLM = ("LBHNSC", "LBNHSC", "LHBNSC", "BLHNSC", "BLNHSC", "BHLNSC", "LSBHNC", "SLBNHC", "BLSNHC", "LBHSNC")
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: list[LogicalGroup]
+    producers: list[Rank]
+    consumers: list[Rank]
+    tokens: tuple[int, int]
+    end: int
+    left_out: frozenset[int]
+    seed: int
+
+
+def head_shares(heads: int, ranks: int, uneven: bool, rng: np.random.Generator) -> list[tuple[range, int, int]]:
+    """(heads, replica, replicas) by rank: equal shares, copies where ranks outnumber heads, or uneven cuts."""
+    if ranks > heads:
+        copies = ranks // heads
+        return [(range(rank // copies, rank // copies + 1), rank % copies, copies) for rank in range(ranks)]
+    if uneven:
+        inner = sorted(rng.choice(np.arange(1, heads), ranks - 1, replace=False).tolist()) if ranks > 1 else []
+        cuts = [0, *inner, heads]
+    else:
+        cuts = [rank * heads // ranks for rank in range(ranks + 1)]
+    return [(range(start, stop), 0, 1) for start, stop in pairwise(cuts)]
+
+
+def block_table(first_needed: int, stop_needed: int, blocks: int, rng: np.random.Generator) -> BlockTable:
+    """Random distinct blocks for at least the needed logical blocks, often more; sometimes in falling order."""
+    first = int(rng.integers(0, first_needed + 1))
+    count = stop_needed - first
+    ids = rng.permutation(blocks)[:count]
+    style = rng.integers(4)
+    if style == 0:
+        ids = np.sort(ids)[::-1]
+    elif style == 1:
+        start = int(rng.integers(0, blocks - count + 1))
+        ids = np.arange(start, start + count)
+    return BlockTable(first, ids.astype(np.int32))
+
+
+def draw_side(
+    draw: st.DrawFn, groups: list[LogicalGroup], tokens: tuple[int, int], end: int, rng: np.random.Generator
+) -> list[Rank]:
+    """All ranks of one engine: one layout and one set of tables for all of them, pipeline by tensor parallel."""
+    tensor, pipeline = draw(st.sampled_from([1, 1, 2, 2, 4, 8])), draw(st.sampled_from([1, 1, 2]))
+    orders = [draw(st.sampled_from(VLLM) | st.permutations("LSBHNC").map("".join)) for _ in groups]
+    block_sizes = [draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8])) for _ in groups]
+    uneven = draw(st.booleans())
+    tables, sizes = [], []
+    for group, block_size in zip(groups, block_sizes, strict=True):
+        moved = group.moved(tokens, end)
+        first, stop = (moved[0] // block_size, moved[-1] // block_size + 1) if moved else (0, 0)
+        blocks = stop + int(rng.integers(1, 4))
+        tables.append(block_table(first, stop, blocks, rng))
+        sizes.append((block_size, blocks))
+    heads = [head_shares(group.heads, tensor, uneven, rng) for group in groups]
+    cuts = [
+        sorted([0, *rng.integers(0, len(group.layers) + 1, pipeline - 1).tolist(), len(group.layers)])
+        for group in groups
+    ]
+    ranks = []
+    for stage in range(pipeline):
+        for rank in range(tensor):
+            shares = [
+                Share(group.layers[cut[stage] : cut[stage + 1]], *share[rank])
+                for group, cut, share in zip(groups, cuts, heads, strict=True)
+            ]
+            geometry, lengths = lay_out(groups, shares, orders, sizes, rng)
+            regions = [rng.integers(0, 256, length, dtype=np.uint8) for length in lengths]
+            counts = [np.zeros(length, np.uint8) for length in lengths]
+            ranks.append(Rank(geometry, regions, tables, shares, counts))
+    return ranks
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(seed := draw(st.integers(0, 2**32 - 1)))
+    groups = []
+    for number in range(draw(st.sampled_from([1, 1, 2, 3]))):
+        kind = draw(st.sampled_from([Kind.ATTENTION, Kind.ATTENTION, *Kind]))
+        layers = tuple(f"{number}.{layer}" for layer in range(draw(st.integers(1, 3))))
+        sides = 1 if kind is Kind.LATENT else draw(st.sampled_from([2, 2, 1]))
+        heads = 1 if kind is Kind.LATENT else draw(st.sampled_from([1, 2, 4]))
+        content, itemsize = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4]))
+        window = draw(st.integers(1, 12)) if kind is Kind.WINDOW else 0
+        groups.append(LogicalGroup(number, layers, sides, heads, content, itemsize, kind, window))
+    end = draw(st.integers(0, 26))
+    tokens = (draw(st.integers(0, end)), end)
+    left_out = draw(st.frozensets(st.integers(0, len(groups) - 1), max_size=1)) if len(groups) > 1 else frozenset()
+    producers = draw_side(draw, groups, tokens, end, rng)
+    consumers = draw_side(draw, groups, tokens, end, rng)
+    return Case(groups, producers, consumers, tokens, end, left_out, seed)
+
+
+def plans_of(case: Case, producer: Rank, consumer: Rank, way: str, rng: np.random.Generator) -> list[CopyPlan]:
+    """The plan of the request from one rank to another, or plans of parts that make it up."""
+    template = PairTemplate(producer.geometry, consumer.geometry)
+    theirs = [
+        BlockTable(0, np.zeros(0, np.int32)) if group.number in case.left_out else table
+        for group, table in zip(case.groups, consumer.tables, strict=True)
+    ]
+    held = [group.number for group in case.groups if group.number not in case.left_out]
+    ranges: list[tuple[tuple[int, int], tuple[int, int] | None]] = [(case.tokens, None)]
+    if way == "parts":
+        middle = int(rng.integers(case.tokens[0], case.tokens[1] + 1))
+        layer = int(rng.integers(0, 4))
+        ranges = [
+            (tokens, layers)
+            for tokens in ((case.tokens[0], middle), (middle, case.end))
+            for layers in ((0, layer), (layer, 4))
+        ]
+    plans = []
+    for tokens, layers in ranges:
+        plan = plan_copy(
+            producer.geometry, consumer.geometry, producer.tables, theirs, tokens,
+            template=template, end=case.end, layers=layers,
+        )  # fmt: skip
+        spans = template.owed(tokens, end=case.end, layers=layers, groups=held)
+        assert sum(span.area * bytes_a_token(producer, consumer, span.group) for span in spans) == plan.bytes
+        assert_maximal(plan)
+        plans += plan.split(int(rng.integers(max(plan.grain, 1), 64 + plan.grain))) if way == "split" else [plan]
+    return plans
+
+
+def bytes_a_token(producer: Rank, consumer: Rank, group: int) -> int:
+    """Of one layer, in the heads that both hold."""
+    cache = producer.geometry.groups[group]
+    both = set(producer.shares[group].heads) & set(consumer.shares[group].heads)
+    return len(both) * cache.sides * cache.content * cache.itemsize
+
+
+def assert_maximal(plan: CopyPlan) -> None:
+    columns = (plan.source_region, plan.source_offset, plan.target_region, plan.target_offset)
+    starts = set(zip(*(column.tolist() for column in columns), strict=True))
+    ends = (
+        plan.source_region,
+        plan.source_offset + plan.length,
+        plan.target_region,
+        plan.target_offset + plan.length,
+    )
+    assert not starts & set(zip(*(column.tolist() for column in ends), strict=True))
+    assert (plan.length > 0).all()
+
+
+def expect(case: Case, consumer: Rank) -> list[NDArray[np.uint8]]:
+    """The consumer's memory as it must be afterwards."""
+    expected = [region.copy() for region in consumer.regions]
+    for group in case.groups:
+        if group.number not in case.left_out:
+            for layer in consumer.shares[group.number].layers:
+                consumer.mark(group, layer, group.moved(case.tokens, case.end), expected)
+    return expected
+
+
+def run(case: Case, way: str) -> None:
+    rng = np.random.default_rng(case.seed + 1)
+    for producer in case.producers:
+        producer.geometry.check([Region(0, region.size) for region in producer.regions])
+        for group in case.groups:
+            producer.fill(group, group.moved(case.tokens, case.end))
+    for number in {0, len(case.consumers) - 1, case.seed % len(case.consumers)}:
+        consumer = case.consumers[number]
+        consumer.geometry.check([Region(0, region.size) for region in consumer.regions])
+        expected = expect(case, consumer)
+        hits = [np.zeros_like(region) for region in consumer.regions]
+        chosen = writers([producer.geometry for producer in case.producers], consumer.geometry)
+        for rank, producer in enumerate(case.producers):
+            for plan in plans_of(case, producer, consumer, way, rng):
+                assert rank in chosen or plan.descriptors == 0
+                (execute_through_a_slot if way == "slot" else execute)(plan, producer, consumer, hits)
+        for got, wanted, times, once in zip(consumer.regions, expected, hits, consumer.counts, strict=True):
+            np.testing.assert_array_equal(times, once)
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_copies_what_an_elementwise_copy_would(way: str) -> None:
+    @settings(
+        max_examples=-(-CASES // len(WAYS)),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
+    @given(cases())
+    def check(case: Case) -> None:
+        run(case, way)
+
+    check()

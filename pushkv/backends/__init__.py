@@ -1,0 +1,1 @@
+"""Memory backends: each describes the memory of one kind of device."""

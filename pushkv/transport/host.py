@@ -29,8 +29,10 @@ class ProcessWatch:
     system call that writes into another process, or ever will be.
     """
 
-    def __init__(self, pidfd: int | None) -> None:
+    def __init__(self, pidfd: int | None, *, same_network: bool = False) -> None:
         """Watch the process behind ``pidfd``; None where it was gone before the watch began."""
+        self.same_network = same_network
+        """Whether it runs in our network namespace, so that both ends of its connections to us can be seen."""
         self._pidfd = pidfd
         self._dead = pidfd is None
         self._poll = select.poll()
@@ -60,7 +62,7 @@ class ProcessWatch:
         # The start time is read after the pidfd is open: when it fits, the pidfd is bound to this
         # very process, because a successor of its pid would have started later.
         started = _started(host.pid)
-        watch = cls(pidfd)
+        watch = cls(pidfd, same_network=_same_network(host.pid))
         if started == host.started or (started is None and watch.dead()):
             return watch
         watch.close()
@@ -86,6 +88,14 @@ def _machine() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
+
+
+def _same_network(pid: int) -> bool:
+    """Whether the process runs in our network namespace; no where the kernel does not tell."""
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net"))
+    except OSError:
+        return False
 
 
 def _started(pid: int) -> int | None:

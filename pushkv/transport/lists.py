@@ -14,6 +14,25 @@ from pushkv.transport.base import Lattice, Pieces
 Rows = NDArray[np.uint64]
 
 
+class DescriptorCounts:
+    """How many descriptors each WRITE had, for the last few thousand WRITEs."""
+
+    KEPT = 4096
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, write: int, count: int) -> None:
+        """Remember one and forget the oldest."""
+        self._counts[write] = count
+        if len(self._counts) > self.KEPT:
+            del self._counts[next(iter(self._counts))]
+
+    def get(self, write: int) -> int | None:
+        """The count, None where it is unknown or forgotten."""
+        return self._counts.get(write)
+
+
 def piece_count(lattice: Lattice) -> int:
     """How many pieces the lattice has."""
     return int(lattice.count.sum())

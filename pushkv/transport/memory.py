@@ -23,9 +23,6 @@ from pushkv.transport.owner import Owner
 
 __all__ = ["Faults", "MemoryTransport", "Network", "OnDeath"]
 
-REMEMBERED_COUNTS = 4096
-"""Of how many WRITEs the number of descriptors is kept."""
-
 
 class _Metadata(msgspec.Struct, frozen=True):
     """What a peer loads: the name, which life of it, and the memory it may WRITE into."""
@@ -62,7 +59,7 @@ class MemoryTransport(Transport):
         self._station = network.join(agent)
         self._peers: dict[str, _Peer] = {}
         self._prepared: dict[int, _Prepared] = {}
-        self._counts: dict[int, int] = {}
+        self._counts = lists.DescriptorCounts()
         self._next = 0
 
     def claim(self) -> None:
@@ -173,9 +170,7 @@ class MemoryTransport(Transport):
 
     def _post(self, peer: str, pieces: tuple[U64, U64, U64], notification: bytes) -> int:
         number = self._network.post(self._station, self._peer(peer).station, pieces, notification)
-        self._counts[number] = lists.merged_count(*pieces)
-        if len(self._counts) > REMEMBERED_COUNTS:
-            del self._counts[next(iter(self._counts))]
+        self._counts.add(number, lists.merged_count(*pieces))
         return number
 
     def poll(self) -> list[WriteResult]:

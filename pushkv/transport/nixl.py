@@ -31,9 +31,6 @@ __all__ = ["NixlSettings", "NixlTransport"]
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_COUNTS = 4096
-"""Of how many ended WRITEs the number of descriptors is kept."""
-
 
 _Chosen = tuple[int, NDArray[np.int32]]
 """A prepared list and the indices chosen from it."""
@@ -79,6 +76,9 @@ class NixlTransport(Transport):
         self._nixl: Any = self._module.bindings
         self._errors = nixl_errors(self._module.bindings)
         self._strided = self._module.strided
+        self._lanes = nixl_path.Lanes.here()
+        self._evidence = nixl_path.Evidence(settings.backend, self._lanes)
+        self._device_memory = False
         self._owner = Owner(settings.agent)
         self._closed = False
         self._registered: list[Any] = []
@@ -88,7 +88,7 @@ class NixlTransport(Transport):
         self._flights: dict[int, _Flight] = {}
         self._ended: list[WriteResult] = []
         self._failed: list[_Flight] = []
-        self._counts: dict[int, int] = {}
+        self._counts = lists_of.DescriptorCounts()
         self._next = 0
         self._agent: Any = make_agent(self._module, settings)
         self._metadata = bytes(self._agent.getLocalMD())
@@ -134,6 +134,7 @@ class NixlTransport(Transport):
         self._registered.append(listed)
 
     def _segment(self, memory: str) -> Any:
+        self._device_memory |= memory == "VRAM"
         return self._nixl.VRAM_SEG if memory == "VRAM" else self._nixl.DRAM_SEG
 
     def metadata(self) -> bytes:
@@ -167,6 +168,7 @@ class NixlTransport(Transport):
             self._release_lists(self._prepared.pop(number).lists)
         _close(self._peers.pop(peer))
         self._lost.discard(peer)
+        self._evidence.forget(peer)
         self._quietly(f"remove {peer}", self._agent.invalidateRemoteMD, peer)
 
     # -- notifications -------------------------------------------------------
@@ -278,7 +280,7 @@ class NixlTransport(Transport):
         """A WRITE of nothing is its notification."""
         self.send(peer, notification)
         number = self._number()
-        self._remember_count(number, 0)
+        self._counts.add(number, 0)
         self._ended.append(WriteResult(number, WriteStatus.DONE))
         return number
 
@@ -338,24 +340,20 @@ class NixlTransport(Transport):
         return self._counts.get(write)
 
     def _count_descriptors(self, number: int, handle: int) -> None:
-        self._remember_count(number, int(self._agent.getXferTelemetry(handle).descCount))
-
-    def _remember_count(self, number: int, count: int) -> None:
-        self._counts[number] = count
-        if len(self._counts) > REMEMBERED_COUNTS:
-            del self._counts[next(iter(self._counts))]
+        self._counts.add(number, int(self._agent.getXferTelemetry(handle).descCount))
 
     def writes_ended(self, peer: str) -> Proof:
-        """See :func:`pushkv.transport.nixl_path.proof_by_death` for what counts, and how it was tried."""
+        """By the peer's death alone; :class:`pushkv.transport.nixl_path.Evidence` says what counts and why.
+
+        Asked again until it says PROCESS_REAPED; a peer that was removed proves nothing any more.
+        """
         self._owned()
-        watch = self._peers.get(peer)
-        if watch is None or not watch.dead():
-            return Proof.NONE
-        return nixl_path.proof_by_death(self._settings.backend)
+        return self._evidence.of_death(peer, self._peers.get(peer), device_memory=self._device_memory)
 
     def path(self, peer: str) -> str:
         """What moves the bytes, as far as it can be told; it says so where it cannot."""
-        return nixl_path.describe(self._settings.backend, same_machine=self._peers.get(peer) is not None)
+        watch, backend = self._peers.get(peer), self._settings.backend
+        return nixl_path.describe(backend, self._lanes, watch, device_memory=self._device_memory)
 
     # -- releasing ---------------------------------------------------------------
 

@@ -38,6 +38,11 @@ class NixlSettings:
         for key, value in self.parameters.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ConfigError(f"Backend parameter {key!r} is {value!r}; NIXL takes strings, so quote it.")
+        if self.parameters.get("ucx_error_handling_mode", "peer") != "peer":
+            raise ConfigError(
+                "ucx_error_handling_mode must stay 'peer': in any other, a peer's death is not reported and its "
+                "WRITEs may take lanes that prove nothing; leave the parameter out."
+            )
         if self.progress_thread_delay_us < 0:
             raise ConfigError(f"progress_thread_delay_us is {self.progress_thread_delay_us}; use {IDLE_IS_FREE_US}.")
         if self.backend == "LIBFABRIC" and not self.progress_thread:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.core.geometry import Geometry
+from pushkv.errors import GeometryError
 
 Int64 = NDArray[np.int64]
+MAX_PIECES = 1 << 24
+"""More pieces than this in one plan cost gigabytes to list: a peer may not ask for them, nor is there a point."""
 Axis = tuple[int, int, int]
 """(size, source stride, target stride), strides in bytes."""
 
@@ -84,11 +88,21 @@ def box_pieces(source: Int64, target: Int64, axes: Sequence[Axis], itemsize: int
     while inner := next((axis for axis in left if axis[1] == axis[2] == run), None):
         run *= inner[0]
         left.remove(inner)
+    check_count(target.size * prod(axis[0] for axis in left))
     for size, source_stride, target_stride in left:
         steps = np.arange(size, dtype=np.int64)
         source = np.add.outer(source, steps * source_stride).ravel()
         target = np.add.outer(target, steps * target_stride).ravel()
     return merge(ascending(Pieces(source, target, np.full(target.size, run, np.int64))))
+
+
+def check_count(count: int) -> None:
+    """Raise GeometryError if a plan would have to list more than MAX_PIECES pieces."""
+    if count > MAX_PIECES:
+        raise GeometryError(
+            f"The two layouts differ so much that {count} pieces would be copied one by one; plan fewer tokens or "
+            f"layers at a time, at most {MAX_PIECES} pieces."
+        )
 
 
 def is_ascending(addresses: Int64) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pushkv.core.copies import CopyPlan, Index, Indices
 from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Kind
-from pushkv.core.pieces import Int64, Pieces, ascending, concatenate, is_ascending, merge, overlap
+from pushkv.core.pieces import Int64, Pieces, ascending, check_count, concatenate, is_ascending, merge, overlap
 from pushkv.core.template import GroupPair, PairTemplate, Range, check_tokens, whole_blocks_match
 from pushkv.errors import GeometryError
 
@@ -207,6 +207,7 @@ def _assemble(template: PairTemplate, stretches: list[_Stretch]) -> CopyPlan:
     if not stretches:
         none = np.zeros(0, np.int64)
         return CopyPlan(none, none, none, none, none, 0, template.grain)
+    check_count(sum(len(stretch.pieces) * stretch.target_base.size for stretch in stretches))
     laid = concatenate([stretch.laid() for stretch in stretches])
     runs = merge(ascending(laid))
     if (clash := overlap(runs)) is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pushkv.core.compat import compatibility, differences
-from pushkv.core.geometry import CacheGroup, Geometry, Kind, Layer
+from pushkv.core.geometry import CacheGroup, Geometry, Kind, Layer, Place
 from pushkv.core.pieces import Axis, Flat, Int64, Pieces, box_pieces
 from pushkv.core.span import Span
 from pushkv.errors import GeometryError, GeometryMismatch
@@ -220,6 +220,31 @@ def check_tokens(tokens: Range, end: int | None) -> int:
 def writers(sources: Sequence[Geometry], target: Geometry) -> tuple[int, ...]:
     """Which of the producer ranks ``sources`` write to the consumer rank ``target``."""
     return tuple(rank for rank, source in enumerate(sources) if PairTemplate(source, target).writes)
+
+
+def uncovered(templates: Sequence[PairTemplate]) -> list[str]:
+    """What the consumer rank holds and not exactly one of these producer ranks writes, a line a layer; empty is good.
+
+    ``templates`` pair every producer rank with one consumer rank.
+    """
+    lines = []
+    for number, group in enumerate(templates[0].target.groups if templates else ()):
+        held = {layer.name: layer.places for layer in group.layers}
+        heads: dict[tuple[Place, ...], list[Range]] = {places: [] for places in held.values()}
+        for pair in (template.pairs[number] for template in templates):
+            if pair.heads:
+                start = max(pair.source.head_start, group.head_start)
+                for name in pair.layers:
+                    heads[held[name]].append((start, start + pair.heads))
+        for layer in group.layers:
+            got = sorted(heads[layer.places])
+            edges = [group.head_start, *(edge for span in got for edge in span), group.head_stop]
+            if any(before != after for before, after in zip(edges[::2], edges[1::2], strict=True)):
+                lines.append(
+                    f"group {number}, layer {layer.name!r}: heads [{group.head_start}, {group.head_stop}) are held, "
+                    f"{got or 'none'} would be written"
+                )
+    return lines
 
 
 def _refuse_differences(source: Geometry, target: Geometry) -> None:

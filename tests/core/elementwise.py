@@ -7,6 +7,7 @@ of them in plain bytes; every byte's place is worked out one element at a time, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,28 +133,30 @@ def _lay_out_group(
     lengths: list[int],
     rng: np.random.Generator,
 ) -> CacheGroup:
-    apart = bool(rng.integers(3) == 0)
+    # Layers lie in one array, or in several of the same strides: one each, or some together and some not.
+    chunks = np.sort(rng.integers(0, len(share.layers) + 1, int(rng.integers(3))))
+    names = [str(name) for name in rng.permutation(np.array(share.layers, dtype=object))]
+    chunked = [names[start:stop] for start, stop in pairwise([0, *chunks.tolist(), len(names)]) if start < stop]
     tokens = 1 if group.kind is Kind.STATE else block_size
-    dims = {"L": len(share.layers), "S": group.sides, "B": blocks, "H": len(share.heads), "N": tokens}
+    dims = {"L": max(map(len, chunked), default=1), "S": group.sides, "B": blocks, "H": len(share.heads), "N": tokens}
     dims["C"] = group.content
-    if apart:
-        dims["L"] = 1
     step, strides = group.itemsize, {}
     for letter in reversed(order):
         padding = int(rng.integers(1, 4)) * group.itemsize if rng.integers(4) == 0 else 0
         strides[letter] = step + padding
-        step = strides[letter] * max(dims[letter], 1)
-    names = [str(name) for name in rng.permutation(np.array(share.layers, dtype=object))]
+        step = strides[letter] * dims[letter]
     layers = []
-    for number, name in enumerate(names):
-        if apart and rng.integers(2):
+    for chunk in chunked:
+        if rng.integers(2):
             lengths.append(0)
         region = len(lengths) - 1
-        if apart or number == 0:
-            start = lengths[region] + int(rng.integers(0, 9))
-            lengths[region] = start + step
-        base = start if apart else start + number * strides["L"]
-        layers.append(Layer(name, tuple(Place(region, base + side * strides["S"]) for side in range(group.sides))))
+        start = lengths[region] + int(rng.integers(0, 9))
+        lengths[region] = start + step
+        for number, name in enumerate(chunk):
+            base = start + number * strides["L"]
+            layers.append(
+                Layer(name, tuple(Place(region, base + side * strides["S"]) for side in range(group.sides)))
+            )
     return CacheGroup(
         layers=tuple(layers),
         blocks=blocks,

@@ -122,6 +122,7 @@ class Geometry(msgspec.Struct, frozen=True):
         With ``regions`` every element must also lie inside the region it names. The cost is bounded by the
         number of layers that were received, never by the sizes they claim.
         """
+        # Imported here because that module reads the types of this one.
         from pushkv.core.validity import check_geometry
 
         check_geometry(self, regions)

@@ -190,8 +190,8 @@ def _unwound(where: str, phases: list[tuple[int, str]], stride: int, inner: int)
     gaps.append(phases[0][0] + stride - phases[-1][0])
     if max(gaps) < inner:
         raise GeometryError(
-            f"{where}, layers {phases[0][1]!r} and {phases[-1][1]!r} overlap: they leave gaps of at most {max(gaps)} "
-            f"bytes in each step of {stride} bytes, and what a step holds spans {inner}."
+            f"{where}, layers {phases[0][1]!r} and {phases[-1][1]!r} overlap, or interleave across steps of {stride} "
+            f"bytes: the widest gap they leave in a step is {max(gaps)} bytes, and what a step holds spans {inner}."
         )
     cut = (gaps.index(max(gaps)) + 1) % len(phases)
     return phases[cut:] + [(offset + stride, name) for offset, name in phases[:cut]]

@@ -160,6 +160,8 @@ def test_a_state_folds_the_dimensions_of_its_content() -> None:
         {"m": read_array(np.zeros((4, 2, 1, 7), np.float32)[:, :, :, ::2])}, "BHCC", ALL, kind=Kind.STATE
     )
     assert (one.content, one.strides.content) == (4, 8)
+    thin = group_of_layers({"m": read_array(memory[..., :1])}, "BHCC", ALL, kind=Kind.STATE)
+    assert (thin.content, thin.strides.content) == (3, 28)
     with pytest.raises(GeometryError, match=r"named 'C' .* are not one axis"):
         group_of_layers({"m": read_array(memory[..., :5])}, "BHCC", ALL, kind=Kind.STATE)
 

@@ -93,7 +93,7 @@ def test_runs_do_not_merge_across_regions() -> None:
 def test_a_partly_filled_last_block_is_copied_to_the_last_token() -> None:
     made = plan(block_outer(), block_outer(), table(3, 8), table(2, 6), 0, SIZE + 5)
     token_rows = 2 * LAYERS * HEADS
-    assert made.descriptors == 1 + token_rows
+    assert made.descriptors == made.descriptors_before == 1 + token_rows
     assert made.bytes == 2 * LAYERS * ROW + token_rows * 5 * CONTENT * 2
     assert made.run_bytes_p50 == 5 * CONTENT * 2
 
@@ -192,9 +192,29 @@ def test_a_range_of_layers_has_indices_where_units_do_not_span_layers() -> None:
     made = plan(layer_outer(), layer_outer(), table(3), table(4), 0, SIZE, layers=(1, 3))
     assert made.source_index is not None
     assert made.source_index.tolist() == [row * BLOCKS + 3 for row in (2, 3, 4, 5)]
-    made = plan(block_outer(), block_outer(), table(3), table(4), 0, SIZE, layers=(1, 3))
-    assert made.source_index is None
-    assert made.bytes == 2 * 2 * ROW
+    for layers in ((1, 3), (0, 2)):
+        made = plan(block_outer(), block_outer(), table(3), table(4), 0, SIZE, layers=layers)
+        assert made.source_index is None
+        assert made.bytes == 2 * 2 * ROW
+
+
+def test_each_side_numbers_units_by_its_own_blocks() -> None:
+    made = plan(layer_outer(), spaced(blocks=30), table(3), table(4), 0, SIZE)
+    assert made.source_index is not None
+    assert made.target_index is not None
+    assert made.source_index.tolist() == [row * BLOCKS + 3 for row in range(2 * LAYERS)]
+    assert made.target_index.tolist() == [row * 30 + 4 for row in range(2 * LAYERS)]
+
+
+def test_indices_of_groups_that_share_memory_are_in_order_of_target() -> None:
+    other = group(layers=tuple(Layer(f"other.{i}", layer.places) for i, layer in enumerate(group().layers)))
+    both = Geometry((group(), other))
+    template = PairTemplate(both, both)
+    ours, theirs = [table(4, 6), table(5, 7)], [table(1, 3), table(2, 4)]
+    made = plan_copy(both, both, ours, theirs, (0, 2 * SIZE), template=template)
+    runs = zip(made.source_offset.tolist(), made.target_offset.tolist(), made.length.tolist(), strict=True)
+    assert made.descriptors == 2 * LAYERS
+    assert nixl_merge(template, made) == list(runs)
 
 
 def test_groups_of_one_unit_size_share_a_lattice() -> None:

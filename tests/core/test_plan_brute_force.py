@@ -69,7 +69,7 @@ def draw_side(
     draw: st.DrawFn, groups: list[LogicalGroup], tokens: tuple[int, int], end: int, rng: np.random.Generator
 ) -> list[Rank]:
     """All ranks of one engine: one layout and one set of tables for all of them, pipeline by tensor parallel."""
-    tensor, pipeline = draw(st.sampled_from([1, 1, 2, 2, 4, 8])), draw(st.sampled_from([1, 1, 2]))
+    tensor, pipeline = draw(st.sampled_from([1, 1, 2, 2, 4, 8, 16])), draw(st.sampled_from([1, 1, 2]))
     orders = [draw(st.sampled_from(VLLM) | st.permutations("LSBHNC").map("".join)) for _ in groups]
     block_sizes = [draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8])) for _ in groups]
     uneven = draw(st.booleans())

@@ -218,16 +218,16 @@ class ConsumerMachine:
             if transfer is None or transfer.ranks[peer].custody is not Target.QUEUED:
                 continue
             rank = transfer.ranks[peer]
-            rank.sequence = pairing.number(key)
+            rank.floor, rank.sequence = pairing.floor, pairing.number(key)
             self._move(key, peer, TargetEvent.SEND)
             self._send_offer(transfer, peer, now)
             if ("renew", peer) not in self.timers:
                 self.timers.set(("renew", peer), now + self.limits.renew)
 
     def _send_offer(self, transfer: Transfer, peer: str, now: float) -> None:
-        order, rank, pairing = transfer.order, transfer.ranks[peer], self._pairings[peer]
+        order, rank = transfer.order, transfer.ranks[peer]
         offer = Offer(
-            order.key, rank.sequence, pairing.floor, rank.nonce, order.prompt, order.prompt_tokens, order.start,
+            order.key, rank.sequence, rank.floor, rank.nonce, order.prompt, order.prompt_tokens, order.start,
             order.stop, order.into, max(0.0, transfer.deadline - now), self.limits.lease,
         )  # fmt: skip
         self._say(peer, offer, rank.tries)
@@ -237,7 +237,7 @@ class ConsumerMachine:
         transfer = self._transfers[key]
         rank = transfer.ranks[peer]
         outcome = transfer.outcome or Outcome.CANCELLED
-        self._say(peer, Cancel(key, rank.sequence, self._pairings[peer].floor, outcome), rank.tries)
+        self._say(peer, Cancel(key, rank.sequence, outcome), rank.tries)
         self.timers.set(("resend", key, peer), now + self.limits.resend_wait(rank.tries))
 
     def _say(self, peer: str, message: Offer | Cancel | Renew, tries: int = 0) -> None:
@@ -271,7 +271,7 @@ class ConsumerMachine:
         if pairing.live:
             for key, rank in waiting:
                 outcome = self._transfers[key].outcome or Outcome.CANCELLED
-                self._say(peer, Cancel(key, rank.sequence, pairing.floor, outcome))
+                self._say(peer, Cancel(key, rank.sequence, outcome))
         self.timers.set(("proof", peer), now + self.limits.ask_proof)
 
     def _quarantined(self, pairing: Pairing, peer: str) -> list[tuple[TransferKey, OrderAtRank]]:
@@ -316,7 +316,7 @@ class ConsumerMachine:
         key = self._pairings[peer].open.get(message.sequence)
         if key is None:
             # Over here with full coverage (or drained, when the answer no longer matters).
-            self._say(peer, Cancel(message.key, message.sequence, self._pairings[peer].floor, Outcome.COMPLETE))
+            self._say(peer, Cancel(message.key, message.sequence, Outcome.COMPLETE))
             return
         rank = self._transfers[key].ranks[peer]
         if self._transfers[key].state is Receiving.OPEN:

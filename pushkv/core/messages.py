@@ -107,7 +107,6 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
     key: TransferKey
     sequence: Count
-    floor: Count
     outcome: Outcome
 
 

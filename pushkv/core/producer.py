@@ -191,7 +191,8 @@ class ProducerMachine:
         if isinstance(message, Grant):
             self.counts["grant without a ring"] += 1
             return
-        customer.raise_floor(message.floor)
+        if not isinstance(message, Cancel):
+            customer.raise_floor(message.floor)
         if isinstance(message, Renew):
             self.timers.set(("lease", peer), now + message.lease)
         elif not customer.within(message.sequence):

@@ -42,6 +42,7 @@ class OrderAtRank:
     nonce: bytes
     custody: Target = Target.QUEUED
     sequence: int = 0
+    floor: int = 0
     tries: int = 0
     acked: bool = False
 

@@ -158,7 +158,7 @@ class Transport(ABC):
 
     @abstractmethod
     def writes_ended(self, peer: str) -> Proof:
-        """Whether, by the transport's own evidence, no WRITE between us and that agent touches memory now or later."""
+        """By the transport's own evidence: can no WRITE between us and that agent touch memory any more?"""
 
     @abstractmethod
     def path(self, peer: str) -> str:

@@ -306,8 +306,8 @@ class ProducerMachine:
             return
         customer = self._customers[serving.peer]
         serving.sent = stop
-        if spans := customer.owed(start, stop):
-            whole = customer.owed(offer.start, offer.stop) if stop == offer.stop else None
+        if spans := customer.owed(start, stop, offer.stop):
+            whole = customer.owed(offer.start, offer.stop, offer.stop) if stop == offer.stop else None
             part = Complete(offer.nonce, self.rank, self.epoch, serving.parts, spans, whole)
             self._post(serving, stage.blocks, start, stop, part)
         self._maybe_complete(serving)

@@ -10,8 +10,8 @@ from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
 from pushkv.core.states import Sending, Source
 
-Owed = Callable[[int, int], tuple[Span, ...]]
-"""What this rank owes one consumer rank of tokens ``start`` to ``stop``."""
+Owed = Callable[[int, int, int], tuple[Span, ...]]
+"""What this rank owes one consumer rank of tokens ``start`` to ``stop`` of a request that ends at ``end``."""
 
 
 @dataclass

@@ -98,7 +98,7 @@ class Bounds:
     """A wrong transport that takes a death for a proof although bytes travel on (variant F)."""
 
 
-def owed(start: int, stop: int) -> tuple[Span, ...]:
+def owed(start: int, stop: int, end: int) -> tuple[Span, ...]:
     """One group of one layer: what is owed are the tokens."""
     return (Span(0, 0, 1, start, stop),) if start < stop else ()
 
@@ -301,7 +301,7 @@ def land(w: World, flight: Flight) -> World:
 
 def order(key: TransferKey, block: str, p_life: int) -> Order:
     """Offer the whole prompt into one block."""
-    return Order(key, blocks(block), PROMPT, TOKENS, 0, TOKENS, {f"p{p_life}": owed(0, TOKENS)})
+    return Order(key, blocks(block), PROMPT, TOKENS, 0, TOKENS, {f"p{p_life}": owed(0, TOKENS, TOKENS)})
 
 
 __all__ = ["AskProof", "Bounds", "Flight", "Iterator", "Rules", "Violation", "World", "land", "order", "owed"]

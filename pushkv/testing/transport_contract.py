@@ -192,6 +192,21 @@ class TransportContract:
         assert sorted(pair.payloads(2)) == [b"empty indices", b"empty pieces"]
         assert pair.producer.transport.descriptors(one) in (0, None)
 
+    def test_a_write_of_zero_bytes_warms_the_path_up(self, pair: Pair) -> None:
+        source, target = pair.producer.pieces((0, 0)), pair.consumer.pieces((0, 0))
+        write = pair.producer.transport.write(pair.consumer.transport.agent, source, target, b"warm")
+        assert pair.finish(write).status is WriteStatus.DONE
+        assert pair.payloads(1) == [b"warm"]
+        assert not pair.consumer.memory.any()
+
+    def test_pieces_of_two_sizes_are_refused(self, pair: Pair) -> None:
+        ours, theirs = pair.producer.lattice((0, 64, 4), size=64), pair.consumer.lattice((0, 32, 4), size=32)
+        one = np.zeros(1, dtype=np.int32)
+        with pytest.raises(TransportError):
+            pair.producer.transport.write_indexed(
+                pair.producer.transport.prepare(pair.consumer.transport.agent, ours, theirs), one, one, b"x"
+            )
+
     def test_an_empty_lattice_can_be_prepared_but_not_indexed(self, pair: Pair) -> None:
         transport = pair.producer.transport
         prepared = transport.prepare(

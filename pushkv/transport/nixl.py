@@ -89,11 +89,10 @@ class NixlTransport(Transport):
         self._ended: list[WriteResult] = []
         self._failed: list[_Flight] = []
         self._counts = lists_of.DescriptorCounts()
+        self._complaints: set[str] = set()
         self._next = 0
         self._agent: Any = make_agent(self._module, settings)
         self._metadata = bytes(self._agent.getLocalMD())
-
-    # -- making and owning -------------------------------------------------
 
     def claim(self) -> None:
         """Make the calling thread the owner; see :meth:`Transport.claim`."""
@@ -113,8 +112,6 @@ class NixlTransport(Transport):
             if peer is not None and is_peer_lost(error):
                 self._lost.add(peer)
             raise translate(error, action) from error
-
-    # -- memory and peers ----------------------------------------------------
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register memory; may be called again, after which peers need the new metadata."""
@@ -171,8 +168,6 @@ class NixlTransport(Transport):
         self._evidence.forget(peer)
         self._quietly(f"remove {peer}", self._agent.invalidateRemoteMD, peer)
 
-    # -- notifications -------------------------------------------------------
-
     def send(self, peer: str, payload: bytes) -> None:
         """Send a notification. Raises PeerLost, or TransportError for an unknown peer."""
         self._reach(peer)
@@ -188,14 +183,14 @@ class NixlTransport(Transport):
         try:
             came = self._agent.getNotifs({}, [])
         except UnicodeDecodeError:
-            log.warning("A notification from an agent whose name is not UTF-8 was dropped, with what came beside it.")
+            self._complain(
+                "A notification from an agent whose name is not UTF-8 was dropped, with what came beside it."
+            )
             return []
         except self._errors as error:
-            log.warning("%s", translate(error, "take notifications"))
+            self._complain(str(translate(error, "take notifications")))
             return []
         return [(sender, bytes(payload)) for sender, payloads in came.items() for payload in payloads]
-
-    # -- WRITEs --------------------------------------------------------------
 
     def prepare(self, peer: str, source: Lattice, target: Lattice) -> int:
         """Prepare both lists of a rank pair; they live until the peer is removed."""
@@ -294,8 +289,6 @@ class NixlTransport(Transport):
             self._lost.add(peer)
             raise PeerLost(f"Peer {peer} is gone; connect to its successor.")
 
-    # -- how WRITEs end --------------------------------------------------------
-
     def poll(self) -> list[WriteResult]:
         """Advance what is in flight; UCX sends a WRITE's notification from here, so keep calling."""
         self._owned()
@@ -355,8 +348,6 @@ class NixlTransport(Transport):
         watch, backend = self._peers.get(peer), self._settings.backend
         return nixl_path.describe(backend, self._lanes, watch, device_memory=self._device_memory)
 
-    # -- releasing ---------------------------------------------------------------
-
     def close(self) -> None:
         """Release every handle, list and registration. What still travels goes on travelling."""
         if self._closed:
@@ -387,6 +378,11 @@ class NixlTransport(Transport):
             call(*arguments)
         except self._errors as error:
             log.debug("%s", translate(error, action))
+
+    def _complain(self, what: str) -> None:
+        """Warn once: it may happen at every poll."""
+        log.log(logging.DEBUG if what in self._complaints else logging.WARNING, "%s", what)
+        self._complaints.add(what)
 
     def _number(self) -> int:
         self._next += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pushkv.transport.base import Proof
 from pushkv.transport.host import ProcessWatch
-from pushkv.transport.sockets import anything_from_the_dead
+from pushkv.transport.sockets import Drain
 
 _SAME_HOST = frozenset({"tcp", "cma", "self", "sm", "shm", "posix", "sysv"})
 """Names in UCX_TLS that, in error mode peer, leave WRITEs between host memories only cma and tcp."""
@@ -59,46 +59,51 @@ class Evidence:
     It takes all of these: the peer's whole process is dead by its pidfd; it ran in our network
     namespace; the backend is UCX and no RDMA device and no device memory is in play, so that cma and
     tcp alone can have carried a WRITE; and, looked at after its death, no TCP connection to a dead process of this
-    machine is left here. A copy by cma is a system call of the dead process, so it is over. What was sent over tcp
-    has been read to its end, since UCX closes a connection only then.
+    machine is left here and every other local one has been seen empty. A copy by cma is a system call of the dead
+    process, so it is over. What was sent over tcp has been read to its end, since UCX closes a connection only then.
     """
 
     def __init__(self, backend: str, lanes: Lanes) -> None:
         """Evidence for one agent over ``backend``, which may use ``lanes``."""
         self._backend = backend
         self._lanes = lanes
-        self._looks: dict[str, _Look] = {}
+        self._searches: dict[str, _Search] = {}
 
     def of_death(self, peer: str, watch: ProcessWatch | None, *, device_memory: bool) -> Proof:
-        """The proof so far; never waits. Ask again after NONE: looking takes some 20 ms, elsewhere."""
+        """The proof so far; never waits. Ask again after NONE: two looks of some 20 ms each run elsewhere."""
         if watch is None or not watch.dead() or not watch.same_network:
             return Proof.NONE
         if self._backend != "UCX" or self._lanes.rdma or device_memory:
             return Proof.NONE
-        look = self._looks.get(peer)
-        if look is None or look.found_something:
-            self._looks[peer] = _Look()
-            return Proof.NONE
-        return Proof.PROCESS_REAPED if look.found_nothing else Proof.NONE
+        search = self._searches.setdefault(peer, _Search())
+        return Proof.PROCESS_REAPED if search.over() else Proof.NONE
 
     def forget(self, peer: str) -> None:
         """Drop what is known of a peer."""
-        self._looks.pop(peer, None)
+        self._searches.pop(peer, None)
 
 
-class _Look:
-    """One look at our connections, on a thread of its own: the kernel walks large tables for it."""
+class _Search:
+    """Looks at our connections until nothing of the dead is left.
+
+    Each look runs on a thread of its own, since the kernel walks large tables for it.
+    """
 
     def __init__(self) -> None:
-        self.found_something = False
-        self.found_nothing = False
-        threading.Thread(target=self._look, name="pushkv-look", daemon=True).start()
+        self._drain = Drain()
+        self._over = threading.Event()
+        self._looking: threading.Thread | None = None
+
+    def over(self) -> bool:
+        """Whether nothing is left; starts the next look if there may be something. Never waits."""
+        if not self._over.is_set() and (self._looking is None or not self._looking.is_alive()):
+            self._looking = threading.Thread(target=self._look, name="pushkv-look", daemon=True)
+            self._looking.start()
+        return self._over.is_set()
 
     def _look(self) -> None:
-        if anything_from_the_dead():
-            self.found_something = True
-        else:
-            self.found_nothing = True
+        if self._drain.look():
+            self._over.set()
 
 
 def describe(backend: str, lanes: Lanes, watch: ProcessWatch | None, *, device_memory: bool) -> str:

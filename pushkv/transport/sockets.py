@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,21 +25,28 @@ End = tuple[str, str]
 
 @dataclass(frozen=True)
 class Connection:
-    """One line of /proc/net/tcp. ``inode`` is "0" when no process holds that end."""
+    """One line of /proc/net/tcp. ``inode`` is "0" when no process holds that end; the queues are in bytes."""
 
     local: End
     remote: End
     state: str
     inode: str
+    unacknowledged: int = 0
+    unread: int = 0
 
 
 def connections(text: str) -> list[Connection]:
     """Parse the content of /proc/net/tcp or tcp6."""
     rows = (line.split() for line in text.splitlines()[1:])
-    return [Connection(_end(row[1]), _end(row[2]), row[3], row[9]) for row in rows if len(row) > 9]
+    return [_connection(row) for row in rows if len(row) > 9]
 
 
-def orphans(table: Iterable[Connection], ours: set[str]) -> list[Connection]:
+def _connection(row: list[str]) -> Connection:
+    sent, _, unread = row[4].partition(":")
+    return Connection(_end(row[1]), _end(row[2]), row[3], row[9], int(sent, 16), int(unread, 16))
+
+
+def orphans(table: Iterable[Connection], ours: Container[str]) -> list[Connection]:
     """Our connections, by inode, whose other end was on this machine and belongs to no process any more.
 
     A connection in the queue of one of our listeners counts as ours.
@@ -61,23 +68,49 @@ _MAY_DELIVER = {"01", "04", "05", "08"}
 """Established, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT: states in which a connection may hold unread bytes."""
 
 
-def anything_from_the_dead() -> bool:
-    """Whether this process still holds a connection whose other end, on this machine, has died.
+def carrying(before: Iterable[Connection], after: Iterable[Connection], ours: Container[str]) -> set[str]:
+    """The inodes of our connections inside this machine that hold bytes on their way to us.
 
-    True, to be on the safe side, where /proc does not tell. The tables are read twice, since a line may be
-    missed while they change.
+    Bytes wait at the sender until they are acknowledged, then here until they are read. The sender's queue is
+    taken from the earlier look, so that what moves between the two is seen in one of them.
     """
-    try:
-        return any(_look() for _ in range(2))
-    except OSError:
-        return True
+    waiting = {(one.remote, one.local) for one in before if one.unacknowledged}
+    return {one.inode for one in after if one.inode in ours and (one.unread or (one.local, one.remote) in waiting)}
 
 
-def _look() -> bool:
-    table, ours = _table(), _our_sockets()
-    listed = {one.inode for one in table}
-    unlisted = [fd for inode, fd in ours.items() if inode not in listed]
-    return bool(orphans(table, set(ours))) or any(_was_reset(fd) for fd in unlisted)
+class Drain:
+    """Follows, after a death, this process's connections until nothing of the dead can come by them.
+
+    Each must be closed if its other end died, and otherwise have been seen empty once: a child that the dead
+    process forked may hold its connections open, and what the dead had sent is still delivered.
+    """
+
+    def __init__(self) -> None:
+        self._empty: set[str] = set()
+        self._clean_looks = 0
+
+    def look(self) -> bool:
+        """Look once, some 20 ms; True when two looks in a row found nothing.
+
+        The second look gives a reader that had taken the last bytes the time to put them in their place. False, to be
+        on the safe side, where /proc does not tell.
+        """
+        try:
+            clean = self._look()
+        except OSError:
+            clean = False
+        self._clean_looks = self._clean_looks + 1 if clean else 0
+        return self._clean_looks >= 2
+
+    def _look(self) -> bool:
+        before, after, ours = _table(), _table(), _our_sockets()
+        full = carrying(before, after, ours)
+        self._empty |= {one.inode for one in after if one.inode in ours} - full
+        listed = {one.inode for one in after}
+        # The tables are read twice also because a line may be missed while they change.
+        if orphans(before, ours) or orphans(after, ours) or full - self._empty:
+            return False
+        return not any(_was_reset(fd) for inode, fd in ours.items() if inode not in listed)
 
 
 def _was_reset(fd: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,13 +14,13 @@ import pytest
 
 from pushkv.transport.base import Host
 from pushkv.transport.host import ProcessWatch, this_host
-from pushkv.transport.sockets import anything_from_the_dead, connections, is_local, orphans
+from pushkv.transport.sockets import Drain, carrying, connections, is_local, orphans
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 
 
-def line(local: str, remote: str, state: str, inode: int) -> str:
-    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000     0        0 {inode} 1 0 20 4\n"
+def line(local: str, remote: str, state: str, inode: int, queues: str = "00000000:00000000") -> str:
+    return f"   0: {local} {remote} {state} {queues} 00:00000000 00000000     0        0 {inode} 1 0 20 4\n"
 
 
 @pytest.fixture
@@ -28,6 +29,12 @@ def sleeper() -> subprocess.Popen[bytes]:
     yield process
     process.kill()
     process.communicate()
+
+
+def drained() -> bool:
+    """What a fresh drain says after two looks."""
+    drain = Drain()
+    return not drain.look() and drain.look()
 
 
 def host_of(process: subprocess.Popen[bytes]) -> Host:
@@ -133,22 +140,68 @@ def test_a_dead_peers_connection_is_found_until_it_is_closed(reset: bool) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket; s = socket.create_connection(('127.0.0.1', {port})); s.sendall(b'x' * 1000); input()"
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         accepted, _ = server.accept()
+        assert len(accepted.recv(1000, socket.MSG_PEEK | socket.MSG_WAITALL)) == 1000
         if reset:
             accepted.sendall(b"never read")  # a process that dies with unread bytes resets the connection
-        assert not anything_from_the_dead()
         process.kill()
         process.communicate()
-        assert anything_from_the_dead()
+        assert not drained()
         assert accepted.recv(1000) == b"x" * 1000, "what came before the reset can still be read"
-        assert anything_from_the_dead(), "reading is not the end of it: it may not be in its place yet"
+        assert not drained(), "reading is not the end of it: it may not be in its place yet"
         accepted.close()
-        assert not anything_from_the_dead()
+        assert drained()
 
 
 def test_sockets_that_never_received_anything_do_not_count() -> None:
     with socket.socket() as unconnected, socket.socket(socket.AF_UNIX), socket.socket(type=socket.SOCK_DGRAM):
         unconnected.bind(("127.0.0.1", 0))
-        assert not anything_from_the_dead()
+        assert drained()
         assert unconnected.fileno() >= 0
+
+
+def test_bytes_at_either_end_are_on_their_way() -> None:
+    ours, theirs = "0100007F:1000", "0100007F:2000"
+    empty = connections(HEAD + line(ours, theirs, "01", 11) + line(theirs, ours, "01", 22))
+    unread = connections(HEAD + line(ours, theirs, "01", 11, "00000000:00000005") + line(theirs, ours, "01", 22))
+    unsent = connections(HEAD + line(ours, theirs, "01", 11) + line(theirs, ours, "01", 22, "00000007:00000000"))
+    assert carrying(empty, empty, {"11"}) == set()
+    assert carrying(empty, unread, {"11"}) == carrying(unsent, empty, {"11"}) == {"11"}
+    assert carrying(unsent, unread, {"99"}) == set()
+
+
+def test_bytes_that_a_forked_child_keeps_coming_are_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            "import os, socket, time; "
+            f"s = socket.create_connection(('127.0.0.1', {server.getsockname()[1]})); s.sendall(b'x' * 1000); "
+            "child = os.fork(); print(child, flush=True) if child else time.sleep(60); input()"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        accepted, _ = server.accept()
+        assert len(accepted.recv(1000, socket.MSG_PEEK | socket.MSG_WAITALL)) == 1000
+        try:
+            process.kill()
+            process.wait()
+            assert not drained()
+            accepted.recv(1000)
+            assert drained()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            accepted.close()
+            process.communicate()
+
+
+def test_a_busy_connection_need_be_empty_only_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        with busy, accepted:
+            drain = Drain()
+            assert not drain.look()
+            busy.sendall(b"more, from the living")
+            assert drain.look()
+            assert not drained()

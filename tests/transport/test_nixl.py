@@ -262,14 +262,6 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_a_zero_length_write_warms_the_path_up(pair: Pair) -> None:
-    agent = pair.consumer.transport.agent
-    source, target = pair.producer.pieces((0, 0)), pair.consumer.pieces((0, 0))
-    assert pair.finish(pair.producer.transport.write(agent, source, target, b"warm")).status is WriteStatus.DONE
-    assert pair.payloads(1) == [b"warm"]
-    assert not pair.consumer.memory.any()
-
-
 def test_strided_indices_in_any_order_and_type(pair: Pair) -> None:
     transport = pair.producer.transport
     prepared = transport.prepare(

@@ -198,14 +198,19 @@ def test_after_proof_of_a_producers_death_not_one_byte_lands(
     child.pipe.send("go")
     until(lambda: bool(side.transport.receive() or side.memory[8 << 20]))
     assert side.transport.writes_ended(peer) is Proof.NONE
+    if not progress_thread:
+        time.sleep(0.2)  # the kernel's buffers fill up
     child.kill()
     child.process.join()
+    at_death = landed(side)
     if not progress_thread:
         # Our side of the connections is still open and may hold bytes, so there cannot be proof.
         for _ in range(20):
             assert side.transport.writes_ended(peer) is Proof.NONE
             time.sleep(0.01)
     until(lambda: bool(side.transport.receive() or side.transport.writes_ended(peer) is Proof.PROCESS_REAPED))
+    late = landed(side) - at_death
+    assert late == 0 if tls == "all" else (progress_thread or late > 0), "over tcp, bytes land after death"
     side.memory[:] = 0  # reused by somebody else
     for _ in range(30):
         side.transport.receive()

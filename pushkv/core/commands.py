@@ -20,7 +20,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Post one WRITE: tokens ``start`` to ``stop`` from the source blocks to the peer's, with its notification."""
+    """Post one WRITE: tokens ``start`` to ``stop`` from the source blocks to the peer's, with its notification.
+
+    ``end`` is where the offered range ends (window and state groups count from there).
+    """
 
     write: int
     peer: str
@@ -29,6 +32,7 @@ class Post:
     target: Blocks
     start: int
     stop: int
+    end: int
     complete: Complete
 
 

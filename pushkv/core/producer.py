@@ -321,7 +321,7 @@ class ProducerMachine:
         self._move(serving, SourceEvent.POST)
         assert isinstance(offer.into, Blocks)
         self._out.put(
-            Post(write, serving.peer, offer.key, source, offer.into, start, stop, complete)
+            Post(write, serving.peer, offer.key, source, offer.into, start, stop, offer.stop, complete)
         )  # fmt: skip
 
     def _read_ended(self, serving: Serving) -> None:

@@ -1,0 +1,100 @@
+"""A rank's KV cache as an endpoint takes it: its memory, its geometry, and what must be equal on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pushkv.backends.base import MemoryBackend
+from pushkv.core.compat import Factors, Value, compatibility
+from pushkv.core.geometry import CacheGroup, Geometry, Kind
+from pushkv.core.layouts import Array, Packing, Shard, group_of_layers, group_of_tensor, place_array
+from pushkv.core.memory import Region
+from pushkv.errors import GeometryError
+from pushkv.plugins import backend_for
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """A described cache. ``arrays`` are kept alive as long as it is.
+
+    Make one with :meth:`of` (one array, or one a layer), or from geometries of your own making.
+    """
+
+    geometry: Geometry
+    regions: tuple[Region, ...]
+    factors: Factors
+    backend: MemoryBackend
+    arrays: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.geometry.check(self.regions)
+        homes = {(region.memory, region.device) for region in self.regions}
+        if len(homes) > 1:
+            raise GeometryError(f"A rank's cache lies on {sorted(homes)}; an endpoint serves one device: split it.")
+
+    @property
+    def home(self) -> tuple[str, int]:
+        """NIXL's memory type and the device ordinal."""
+        return (self.regions[0].memory, self.regions[0].device) if self.regions else ("DRAM", 0)
+
+    @classmethod
+    def of(
+        cls,
+        array: object | Mapping[str, object],
+        axes: str,
+        *,
+        layers: Sequence[str] = (),
+        heads: int | None = None,
+        shard: Shard | None = None,
+        packing: Packing = Packing.SINGLE,
+        kind: Kind = Kind.ATTENTION,
+        window: int = 0,
+        **factors: Value,
+    ) -> KVCache:
+        """Describe a numpy array or torch tensor with all layers (named by ``layers``), or a mapping of one a layer.
+
+        ``axes`` names each dimension: L layer, S side (K or V), B block, H head, N token in block, C content. Without
+        ``shard`` this rank holds all heads, ``heads`` of them where no axis tells. ``factors`` are what else must be
+        equal on the other side (``model="..."``). Raises GeometryError and BackendError.
+        """
+        arrays = tuple(array.values()) if isinstance(array, Mapping) else (array,)
+        backend, regions, placed = _place(arrays)
+        share = shard or _all_heads(placed[0], axes, heads)
+        if isinstance(array, Mapping):
+            named = dict(zip(array, placed, strict=True))
+            group = group_of_layers(named, axes, share, packing=packing, kind=kind, window=window)
+        else:
+            names = tuple(layers) or _numbered(placed[0], axes)
+            group = group_of_tensor(names, placed[0], axes, share, packing=packing, kind=kind, window=window)
+        return cls.from_groups((group,), regions, backend, arrays, **factors)
+
+    @classmethod
+    def from_groups(
+        cls,
+        groups: Iterable[CacheGroup],
+        regions: Iterable[Region],
+        backend: MemoryBackend,
+        arrays: Iterable[object] = (),
+        **factors: Value,
+    ) -> KVCache:
+        """A cache of several groups that were described one by one (:mod:`pushkv.core.layouts`)."""
+        geometry = Geometry(tuple(groups))
+        return cls(geometry, tuple(regions), compatibility(geometry, **factors), backend, tuple(arrays))
+
+
+def _place(arrays: Sequence[object]) -> tuple[MemoryBackend, list[Region], list[Array]]:
+    if not arrays:
+        raise GeometryError("There is no array to describe; give at least one.")
+    backend = backend_for(arrays[0])
+    regions: list[Region] = []
+    return backend, regions, [place_array(backend.describe(array), regions) for array in arrays]
+
+
+def _all_heads(array: Array, axes: str, heads: int | None) -> Shard:
+    count = heads or (array.shape[axes.index("H")] if "H" in axes else 1)
+    return Shard(0, count, count)
+
+
+def _numbered(array: Array, axes: str) -> tuple[str, ...]:
+    return tuple(f"layer.{number}" for number in range(array.shape[axes.index("L")] if "L" in axes else 1))

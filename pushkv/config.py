@@ -1,0 +1,78 @@
+"""Settings of an endpoint, checked when they are made."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from pushkv.core.limits import Limits
+from pushkv.errors import ConfigError
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the NIXL agent is made; ``parameters`` go to the backend as they are (``num_threads``, ``device_list``)."""
+
+    backend: Literal["UCX", "LIBFABRIC"] = "UCX"
+    parameters: dict[str, str] = msgspec.field(default_factory=dict)
+    progress_thread_delay_us: int = 1000
+
+
+class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a Producer or a Consumer.
+
+    ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
+    ``advertise``, by default what it is bound to. ``peers`` are the hosts that will connect: naming one that is not
+    this machine makes an address that only this machine can reach an error. ``silence`` is after how many seconds
+    without a word a peer counts as lost, ``stall`` after how many seconds inside one call of the data mover the
+    transfer thread counts as stuck. ``idle_poll`` and ``due_poll`` bound, in seconds, how long the transfer
+    thread sleeps between looks at its notifications, with nothing open and with something open.
+    """
+
+    engine: str
+    rank: int = 0
+    bind: str = "127.0.0.1:0"
+    advertise: str = ""
+    peers: tuple[str, ...] = ()
+    transport: Literal["nixl", "memory"] = "nixl"
+    nixl: NixlConfig = NixlConfig()
+    limits: Limits = Limits()
+    connect_timeout: float = 20.0
+    silence: float = 5.0
+    stall: float = 5.0
+    idle_poll: float = 0.003
+    due_poll: float = 0.0005
+
+    def __post_init__(self) -> None:
+        if not self.engine or len(self.engine) > 200:
+            raise ConfigError(f"engine is {self.engine!r}; give a name of 1 to 200 characters.")
+        if self.rank < 0:
+            raise ConfigError(f"rank is {self.rank}; count ranks from 0.")
+        for name in ("connect_timeout", "silence", "stall", "idle_poll", "due_poll"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0.")
+
+
+def read_config(cls: type[C], settings: Mapping[str, Any]) -> C:
+    """A config from plain data (JSON, YAML, ``--kv-transfer-config``). Raises ConfigError naming the setting."""
+    _refuse_typos(cls, settings, "")
+    try:
+        return msgspec.convert(dict(settings), cls, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}; see pushkv.config.{cls.__name__}.") from error
+
+
+def _refuse_typos(cls: type[Any], settings: Mapping[str, Any], where: str) -> None:
+    fields = {field.name: field.type for field in msgspec.structs.fields(cls)}
+    for name, value in settings.items():
+        if name not in fields:
+            close = difflib.get_close_matches(str(name), fields, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(fields)}."
+            raise ConfigError(f"There is no setting {where + str(name)!r}; {hint}")
+        inner = fields[name]
+        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _refuse_typos(inner, value, f"{where}{name}.")

@@ -1,0 +1,142 @@
+"""The transfer thread: the one thread that owns a data mover and runs a protocol machine.
+
+It sleeps until somebody puts something into its inbox or the next look at the notifications is due: after anything
+has happened it looks often, and ever more seldom the longer it is quiet.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from pushkv.runtime.turn import Abandoned
+
+log = logging.getLogger(__name__)
+
+QUICK = 50e-6
+"""Seconds between looks right after something happened."""
+
+
+class Work(ABC):
+    """What a transfer thread does: one side of the protocol."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Called first on the thread: make the data mover and register memory. Its error ends the endpoint."""
+
+    @abstractmethod
+    def look(self, now: float) -> bool:
+        """Take what the data mover has and fire due timers; whether anything happened."""
+
+    @abstractmethod
+    def next_due(self) -> float | None:
+        """When the machine's next timer is due, on the monotonic clock."""
+
+    @abstractmethod
+    def urgency(self) -> int:
+        """0: nothing is open; 1: something is awaited; 2: the data mover needs polling to get on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Called last on the thread."""
+
+
+class TransferThread:
+    """Runs one :class:`Work` until it is stopped or abandoned."""
+
+    def __init__(self, name: str, work: Work, idle_poll: float, due_poll: float) -> None:
+        self._work = work
+        self._idle_poll, self._due_poll = idle_poll, due_poll
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopping = False
+        self._opened = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.errors = 0
+
+    def start(self) -> None:
+        """Start, and wait until the data mover is there. Raises what :meth:`Work.open` raised."""
+        self._thread.start()
+        self._opened.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Have the thread do something; from any thread, in microseconds."""
+        self._inbox.put(action)
+
+    def hand_over(self, successor: TransferThread) -> None:
+        """Give what waits in the inbox, and all that will be submitted, to another thread."""
+        waiting, self._inbox = self._inbox, successor._inbox
+        while True:
+            try:
+                successor._inbox.put(waiting.get_nowait())
+            except Empty:
+                return
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after what it has been given; whether it ended in time."""
+        self.submit(self._stop)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        try:
+            self._work.open()
+        except BaseException as error:  # handed to whoever waits in start()
+            self._failure = error
+            self._opened.set()
+            return
+        self._opened.set()
+        try:
+            self._loop()
+            self._work.close()
+        except Abandoned:
+            log.error("A call into the data mover returned after its thread had been given up; the thread ends.")
+
+    def _loop(self) -> None:
+        quiet_since = time.monotonic()
+        while not self._stopping:
+            action = self._next_action(self._pause(time.monotonic() - quiet_since))
+            if self._step(action):
+                quiet_since = time.monotonic()
+
+    def _step(self, action: Callable[[], None] | None) -> bool:
+        """One round: what was asked, then what came. An error costs what raised it and nothing else."""
+        busy = action is not None
+        try:
+            while action is not None:
+                action()
+                action = self._next_action(0.0)
+        except Exception:
+            self._count_error()
+        try:
+            busy |= self._work.look(time.monotonic())
+        except Exception:
+            self._count_error()
+        return busy
+
+    def _count_error(self) -> None:
+        self.errors += 1
+        log.exception("The transfer thread goes on after an error.")
+
+    def _next_action(self, wait: float) -> Callable[[], None] | None:
+        try:
+            return self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def _pause(self, quiet: float) -> float:
+        """How long to sleep, having heard nothing for ``quiet`` seconds."""
+        urgency = self._work.urgency()
+        most = (self._idle_poll, self._due_poll, QUICK)[urgency]
+        pause = min(max(quiet / 8, QUICK), most)
+        due = self._work.next_due()
+        return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

@@ -90,6 +90,10 @@ class ConsumerMachine:
         """Whether the transfer's blocks are in custody."""
         return key in self._transfers
 
+    def transfers(self) -> list[TransferKey]:
+        """The transfers whose blocks are in custody."""
+        return list(self._transfers)
+
     def custody(self) -> Counter[Target]:
         """How many offers are in which custody."""
         return Counter(rank.custody for transfer in self._transfers.values() for rank in transfer.ranks.values())

@@ -52,7 +52,7 @@ class ProducerMachine:
         self._writes: dict[int, Serving] = {}
         self._next_write = 1
         self._unmatched = 0
-        self._closing = False
+        self._closing: tuple[Outcome, str] | None = None
 
     # What the engine asks
 
@@ -98,13 +98,18 @@ class ProducerMachine:
             self._fail(serving, outcome, detail or "cancelled by the producer's engine", now)
         self._settle_stage(transfer)
 
-    def close(self, now: float) -> None:
-        """Refuse new offers from now on; those that have met no stage are refused too."""
-        self._closing = True
+    def close(
+        self,
+        now: float,
+        outcome: Outcome = Outcome.REJECTED_CLOSING,
+        detail: str = "the producer is shutting down",
+    ) -> None:
+        """Refuse new offers from now on, for this reason; those that have met no stage fail too."""
+        self._closing = (outcome, detail)
         for servings in list(self._serving.values()):
             for serving in list(servings):
                 if serving.state is Sending.OFFERED:
-                    self._fail(serving, Outcome.REJECTED_CLOSING, "the producer is shutting down", now)
+                    self._fail(serving, outcome, detail, now)
 
     @property
     def reading(self) -> int:
@@ -264,7 +269,7 @@ class ProducerMachine:
             older = min(rival, serving, key=lambda s: s.offer.key.attempt)
             self._fail(older, Outcome.SUPERSEDED, "a later attempt has been offered", now)
         if self._closing:
-            self._fail(serving, Outcome.REJECTED_CLOSING, "the producer is shutting down", now)
+            self._fail(serving, *self._closing, now)
         self._meet(serving, now)
 
     def _on_cancel(self, peer: str, customer: Customer, cancel: Cancel, now: float) -> None:

@@ -69,14 +69,11 @@ class TransferThread:
         """Have the thread do something; from any thread, in microseconds."""
         self._inbox.put(action)
 
-    def hand_over(self, successor: TransferThread) -> None:
-        """Give what waits in the inbox, and all that will be submitted, to another thread."""
-        waiting, self._inbox = self._inbox, successor._inbox
-        while True:
-            try:
-                successor._inbox.put(waiting.get_nowait())
-            except Empty:
-                return
+    def successor(self, work: Work) -> TransferThread:
+        """A thread that goes on with what has been and will be submitted to this one, which is stuck for good."""
+        heir = TransferThread(self._thread.name + "-2", work, self._idle_poll, self._due_poll)
+        heir._inbox = self._inbox
+        return heir
 
     def stop(self, timeout: float) -> bool:
         """End the thread after what it has been given; whether it ended in time."""

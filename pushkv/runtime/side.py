@@ -1,0 +1,332 @@
+"""What both sides' transfer threads do: pairs, frames, commands, and the loss of peers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pushkv.cache import KVCache
+from pushkv.config import EndpointConfig
+from pushkv.core.commands import AskProof, Command, Send
+from pushkv.core.memory import Region
+from pushkv.core.messages import Hello, Message, decode, encode, token_of
+from pushkv.core.template import PairTemplate
+from pushkv.core.timers import Timers
+from pushkv.errors import PeerLost, ProtocolError, TransportError
+from pushkv.runtime import wire
+from pushkv.runtime.control import ControlThread, Route
+from pushkv.runtime.loop import Work
+from pushkv.runtime.turn import Turn, WatchedTransport
+from pushkv.trace import Trace
+from pushkv.transport.base import Proof, Transport
+from pushkv.transport.host import ProcessWatch, this_host
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Pair:
+    """One producer rank and one consumer rank that know each other. ``agent`` is the other's."""
+
+    token: bytes
+    route: Route
+    theirs: wire.Side
+    template: PairTemplate
+    watch: ProcessWatch | None
+    heard: float
+    prepared: int | None = None
+    lost: bool = False
+    broken: bool = False
+    """NIXL says that the way to the peer is gone, so that only a new handshake brings it back."""
+
+    @property
+    def agent(self) -> str:
+        """The other side's agent name."""
+        return self.theirs.agent
+
+    def addresses(self, region: NDArray[np.int64], offset: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Addresses in the other side's memory."""
+        return addresses(self.theirs.regions, region, offset)
+
+
+def addresses(
+    regions: tuple[Region, ...], region: NDArray[np.int64], offset: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """The absolute addresses of offsets into regions."""
+    bases = np.fromiter((one.address for one in regions), np.uint64, len(regions))
+    return np.asarray(bases[region] + offset.astype(np.uint64), np.uint64)
+
+
+class Machine(Protocol):
+    """What the machines of both sides have in common."""
+
+    timers: Timers
+    counts: Counter[str]
+
+    @property
+    def open_transfers(self) -> int: ...
+    def tick(self, now: float) -> None: ...
+    def commands(self) -> list[Command]: ...
+    def peer_lost(self, peer: str, detail: str, now: float) -> None: ...
+    def writes_ended(self, peer: str, now: float) -> None: ...
+
+
+@dataclass
+class Shared:
+    """What an endpoint's threads share."""
+
+    config: EndpointConfig
+    cache: KVCache
+    agent: str
+    epoch: str
+    make_transport: Callable[[str], Transport]
+    control: ControlThread
+    turn: Turn
+    emit: Callable[[Command], None]
+    trace: Trace
+    stats: Counter[str] = field(default_factory=Counter)
+
+
+class Side(Work):
+    """One side of the protocol on its transfer thread. After :meth:`open` only that thread calls anything here."""
+
+    accepts: tuple[type, ...]
+
+    def __init__(self, shared: Shared, machine: Machine) -> None:
+        self.shared = shared
+        self.pairs: dict[bytes, Pair] = {}
+        self.agents: dict[str, Pair] = {}
+        self.transport: Transport | None = None
+        self.me: wire.Side | None = None
+        self.grounded = ""
+        self.in_custody = 0
+        """How many transfers were open or in custody when this was last published; for other threads."""
+        self._base_machine = machine
+        self._pending: deque[Command] = deque()
+        self._relay_answers = False
+
+    # Work
+
+    def open(self) -> None:
+        """Make the data mover, or go on without one where the last got stuck."""
+        if self.grounded:
+            self.ground(self.grounded, time.monotonic())
+            self.run_commands()
+            return
+        shared = self.shared
+        shared.cache.backend.prepare_thread(shared.cache.home[1])
+        transport = WatchedTransport(shared.make_transport(shared.agent), shared.turn)
+        transport.claim()
+        transport.register(shared.cache.regions)
+        self.transport = transport
+        self.me = wire.Side(
+            engine=shared.config.engine,
+            rank=shared.config.rank,
+            epoch=shared.epoch,
+            agent=shared.agent,
+            geometry=shared.cache.geometry,
+            factors=shared.cache.factors,
+            regions=shared.cache.regions,
+            metadata=transport.metadata(),
+            host=this_host(),
+        )
+
+    @abstractmethod
+    def ground(self, detail: str, now: float) -> None:
+        """Go on without a data mover: end what is open, for this reason."""
+
+    def look(self, now: float) -> bool:
+        """Take notifications and ended WRITEs, fire timers."""
+        busy = False
+        if self.transport is not None:
+            for _, payload in self.transport.receive():
+                busy = True
+                self.frame(payload, relayed=False)
+            busy |= self.poll_writes(now)
+        self._base_machine.tick(now)
+        return self.run_commands() or busy
+
+    def poll_writes(self, now: float) -> bool:
+        """Take the WRITEs that ended; whether there were any."""
+        return False
+
+    def next_due(self) -> float | None:
+        """When the machine's next timer is due."""
+        return self._base_machine.timers.next()
+
+    def urgency(self) -> int:
+        """Something open is awaited at least."""
+        return 1 if self._base_machine.open_transfers else 0
+
+    def close(self) -> None:
+        """Close the data mover."""
+        if self.transport is not None:
+            self.transport.close()
+        for pair in self.pairs.values():
+            if pair.watch is not None:
+                pair.watch.close()
+
+    # Frames and messages
+
+    def frame(self, payload: bytes, relayed: bool) -> None:
+        """Take in a frame from either way. Whatever is wrong with it costs this frame alone."""
+        try:
+            token = token_of(payload)
+            pair = self.pairs.get(token)
+            if pair is None:
+                self.stranger(token, payload)
+                return
+            message = decode(payload)
+        except ProtocolError as error:
+            self.shared.stats["frames dropped"] += 1
+            log.debug("Dropped a frame: %s", error)
+            return
+        pair.heard = time.monotonic()
+        if isinstance(message, Hello):
+            self.hello(pair)
+        elif isinstance(message, self.accepts):
+            self.message(pair, message, pair.heard)
+            self._relay_answers = relayed
+            self.run_commands()
+            self._relay_answers = False
+        else:
+            self.shared.stats["frames dropped"] += 1
+
+    def stranger(self, token: bytes, payload: bytes) -> None:
+        """A frame with a token that no pair has."""
+        self.shared.stats["foreign frames"] += 1
+
+    @abstractmethod
+    def hello(self, pair: Pair) -> None:
+        """The other side's first notification has come through."""
+
+    @abstractmethod
+    def message(self, pair: Pair, message: Message, now: float) -> None:
+        """Give a message of an accepted type to the machine."""
+
+    # Commands
+
+    def run_commands(self) -> bool:
+        """Carry out what the machine asks for; whether it asked for anything.
+
+        Commands wait in a queue of this object's, so that none is lost should the thread get stuck in one.
+        """
+        self._pending.extend(self._base_machine.commands())
+        busy = bool(self._pending)
+        while self._pending:
+            self.execute(self._pending.popleft(), time.monotonic())
+            self._pending.extend(self._base_machine.commands())
+        if busy:
+            self.measure()
+        return busy
+
+    @abstractmethod
+    def measure(self) -> None:
+        """Publish, for other threads, how much is in custody."""
+
+    def execute(self, command: Command, now: float) -> None:
+        """Carry out one command; those that are no work of ours are events for the engine."""
+        if isinstance(command, Send):
+            self._send(command, now)
+        elif isinstance(command, AskProof):
+            self._ask_proof(command.peer, now)
+        else:
+            self.shared.emit(command)
+
+    def _send(self, command: Send, now: float) -> None:
+        pair = self.agents.get(command.peer)
+        if pair is None:
+            return
+        try:
+            frame = encode(pair.token, command.message)
+        except ProtocolError as error:
+            self.unsendable(command, str(error), now)
+            return
+        if self.transport is None or command.insist or pair.broken or self._relay_answers:
+            self.relay(pair, frame)
+            return
+        try:
+            self.transport.send(pair.agent, frame)
+        except PeerLost as error:
+            pair.broken = True
+            self.relay(pair, frame)
+            self.lose(pair, str(error), now)
+        except TransportError as error:
+            log.warning("A notification to %s goes over the control connection: %s", pair.agent, error)
+            self.relay(pair, frame)
+
+    def unsendable(self, command: Send, detail: str, now: float) -> None:
+        """A message is too large for a frame."""
+        log.error("%s", detail)
+
+    def relay(self, pair: Pair, frame: bytes) -> None:
+        """Send a frame over the control connection."""
+        self.shared.stats["relayed"] += 1
+        self.shared.control.send(pair.route, wire.Relay(frame))
+
+    # Peers
+
+    def add(self, pair: Pair) -> None:
+        """Know a pair; an earlier one with the same agent gives way (a new handshake)."""
+        earlier = self.agents.get(pair.agent)
+        if earlier is not None:
+            self.pairs.pop(earlier.token, None)
+        self.pairs[pair.token] = pair
+        self.agents[pair.agent] = pair
+
+    def lose(self, pair: Pair, detail: str, now: float) -> None:
+        """A peer cannot be reached: its transfers end, its memory waits for proof."""
+        if pair.lost:
+            return
+        pair.lost = True
+        self.shared.stats["peers lost"] += 1
+        log.warning("Lost %s: %s", pair.agent, detail)
+        self._base_machine.peer_lost(pair.agent, detail, now)
+
+    def peer_silent(self, token: bytes, detail: str) -> None:
+        """The control thread has found a peer dead or silent."""
+        pair = self.pairs.get(token)
+        if pair is not None:
+            self.lose(pair, detail, time.monotonic())
+            self.run_commands()
+
+    def heard_again(self, token: bytes) -> None:
+        """A peer that was lost for its silence speaks again, in the same epoch."""
+        pair = self.pairs.get(token)
+        if pair is not None and pair.lost and not pair.broken:
+            pair.lost = False
+            self.regain(pair, time.monotonic())
+            self.run_commands()
+
+    @abstractmethod
+    def regain(self, pair: Pair, now: float) -> None:
+        """Tell the machine that a peer is back."""
+
+    def _ask_proof(self, peer: str, now: float) -> None:
+        pair = self.agents.get(peer)
+        if self.transport is None or pair is None:
+            return
+        proof = self.transport.writes_ended(peer)
+        if proof is Proof.NONE:
+            return
+        log.info("No WRITE between us and %s can touch memory any more: %s.", peer, proof.value)
+        self.shared.stats[f"proof: {proof.value}"] += 1
+        self._base_machine.writes_ended(peer, now)
+        self.forget(pair)
+
+    def forget(self, pair: Pair) -> None:
+        """Drop a pair that is dead and proven harmless."""
+        self.pairs.pop(pair.token, None)
+        self.agents.pop(pair.agent, None)
+        if pair.watch is not None:
+            pair.watch.close()
+        if self.transport is not None:
+            self.transport.remove_peer(pair.agent)

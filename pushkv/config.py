@@ -19,7 +19,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     parameters: dict[str, str] = msgspec.field(default_factory=dict)
-    progress_thread_delay_us: int = 1000
+    progress_thread_delay_us: int = 10_000
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     connect_timeout: float = 20.0
     silence: float = 5.0
     stall: float = 5.0
-    idle_poll: float = 0.003
+    idle_poll: float = 0.0035
     due_poll: float = 0.0005
 
     def __post_init__(self) -> None:

@@ -1,0 +1,63 @@
+# Everything runs in .venv, made here from nothing but python3.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# nixl-cu12 declares torch as a dependency; host memory needs none of what it pulls in.
+NIXL ?= nixl-cu12==1.5.1
+# On Python 3.11 here this is a CPU build; elsewhere it may be a CUDA build of several GB. `make test TORCH=` goes without.
+TORCH ?= torch==2.13.0
+# How many tests run at once.
+JOBS ?= 2
+
+.PHONY: demo test check lint types unit walk bench clean help
+
+help:
+	@echo "make demo    install what the demo needs into $(VENV) and run it"
+	@echo "make test    install what the tests need and run every check: ruff, mypy, pytest"
+	@echo "make check   the checks without installing anything"
+	@echo "make walk    walk every joint state of the protocol and print what was seen"
+	@echo "make bench   measure handover, idling and planning here"
+	@echo "make clean   remove $(VENV) and caches"
+
+demo: $(VENV)/.demo
+	$(BIN)/pushkv demo
+
+test: $(VENV)/.test
+	$(MAKE) check
+
+check: lint types unit
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/mypy
+
+unit:
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+walk: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m walk
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/handover.py
+	$(BIN)/python benchmarks/plan.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
+	$(PIP) install --quiet --no-deps $(NIXL)
+	$(PIP) install --quiet -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) install --quiet -e '.[test]'
+	$(if $(TORCH),$(PIP) install --quiet $(TORCH))
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from pushkv.transport.base import Transport
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Side)
+E = TypeVar("E", bound="Endpoint[Any]")
 TransportFactory = Callable[[str], Transport]
 SIGN_OF_LIFE = 1.0
 """Seconds between signs of life over a control connection."""
@@ -125,7 +126,7 @@ class Endpoint(Generic[S]):
             raise
         self._control.start()
 
-    def __enter__(self) -> Endpoint[S]:
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(

@@ -20,6 +20,15 @@ def parse(text: str) -> Address:
     return host, int(port)
 
 
+def parse_dialled(text: str) -> Address:
+    """The address of a producer to connect to. Raises AddressError where there can be none."""
+    host, port = parse(text)
+    if is_wildcard(host) or not port:
+        raise AddressError(f"{text!r} cannot be dialled; give the producer's address, as its `address` tells.")
+    _resolve(host)
+    return host, port
+
+
 def url(address: Address) -> str:
     """The address as ZeroMQ and people write it."""
     host, port = address

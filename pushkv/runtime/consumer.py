@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
@@ -17,13 +18,15 @@ from pushkv.core.messages import TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from pushkv.core.template import uncovered
-from pushkv.errors import GeometryError, HandshakeError
+from pushkv.errors import GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
-from pushkv.runtime.address import parse
+from pushkv.runtime.address import parse_dialled
 from pushkv.runtime.consuming import Consuming, Dial
 from pushkv.runtime.control import Route
-from pushkv.runtime.endpoint import Ending, Endpoint, TransportFactory, pack_blocks
-from pushkv.runtime.side import Pair, Shared
+from pushkv.runtime.ending import Ending
+from pushkv.runtime.endpoint import Endpoint, TransportFactory, check_request, pack_blocks
+from pushkv.runtime.pair import Pair
+from pushkv.runtime.side import Shared
 from pushkv.trace import Trace
 
 
@@ -90,14 +93,13 @@ class Consumer(Endpoint[Consuming]):
             pairs = tuple(_finished(dial, deadline, wait) for dial in dials)
         finally:
             for dial in dials:
-                self._transfer.submit(lambda token=dial.token: self._side.give_up(token))  # type: ignore[misc]
+                self._transfer.submit(partial(self._side.give_up, dial))
         if missing := uncovered([pair.template for pair in pairs]):
             raise HandshakeError(f"the producers at {', '.join(urls)} together do not fit: {'; '.join(missing[:8])}")
         return Link(pairs)
 
     def _dial(self, address: str) -> Dial:
-        route = self._control.dial(parse(address))
-        dial = Dial(secrets.token_bytes(16), route, Future())
+        dial = Dial(secrets.token_bytes(16), parse_dialled(address), Future())
         self._submit(lambda: self._side.dial(dial))
         return dial
 
@@ -121,13 +123,18 @@ class Consumer(Endpoint[Consuming]):
         ``transfer`` is the id that both engines were given for this dispatch of the request. ``blocks`` are ids of
         the prompt's blocks from number ``first_block`` on, one list for a cache of one group, else one a group.
         A retry counts ``attempt`` up and takes other blocks, or waits for the first one's release. ``deadline`` in
-        seconds from now bounds everything. Raises GeometryError for block ids or tokens out of range.
+        seconds from now bounds everything. Raises GeometryError for block ids or tokens out of range, and
+        ProtocolError for an attempt that is open already and for an id, digest or deadline that cannot be.
         """
+        self._check_open()
+        check_request(transfer, prompt, deadline)
         stop = prompt_tokens if stop is None else stop
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
         into = pack_blocks(self.cache, blocks, first_block)
         key = TransferKey(transfer, self.config.engine, self.epoch, sibling, attempt)
+        if key in self._transfers:
+            raise ProtocolError(f"{key} is offered already; count attempt up and take other blocks.")
         handle = self._transfers[key] = Transfer(key)
         pairs = link.pairs
 
@@ -135,7 +142,7 @@ class Consumer(Endpoint[Consuming]):
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
             return Order(key, into, prompt, prompt_tokens, start, stop, owed, deadline)
 
-        self._submit(lambda: self._side.offer(make))
+        self._submit(lambda: self._side.offer(key, into, make))
         return handle
 
     def cancel(self, transfer: Transfer, detail: str = "cancelled by the engine") -> None:
@@ -162,12 +169,18 @@ class Consumer(Endpoint[Consuming]):
             self._side.machine.cancel(key, now, detail="the consumer is shutting down")
         self._side.run_commands()
 
+    def _end_the_rest(self) -> None:
+        for handle in list(self._transfers.values()):
+            handle.end(Outcome.CANCELLED, "the consumer is shutting down")
+            handle.release()
+        self._transfers.clear()
+
     def _in_custody(self) -> bool:
         return bool(self._side.in_custody)
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
         if isinstance(message, wire.Welcome):
-            self._transfer.submit(lambda: self._side.welcomed(route, message))
+            self._transfer.submit(lambda: self._side.welcomed(message))
         elif isinstance(message, wire.Refusal):
             self._transfer.submit(lambda: self._side.refused(message))
 

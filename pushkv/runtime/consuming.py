@@ -15,6 +15,7 @@ from pushkv.core.messages import (
     OLDEST_VERSION,
     VERSION,
     Ack,
+    Blocks,
     Complete,
     Drained,
     Failed,
@@ -26,16 +27,28 @@ from pushkv.core.messages import (
     encode,
 )
 from pushkv.core.outcome import Outcome
-from pushkv.core.receiving import Order
+from pushkv.core.receiving import Order, block_sets
 from pushkv.core.template import PairTemplate
-from pushkv.errors import GeometryError, HandshakeError, HandshakeRefused, PeerLost, PushKVError, TransportError
+from pushkv.errors import (
+    HandshakeError,
+    HandshakeRefused,
+    PeerLost,
+    ProtocolError,
+    PushKVError,
+    TransportError,
+)
 from pushkv.runtime import wire
+from pushkv.runtime.address import Address, url
 from pushkv.runtime.control import Route
-from pushkv.runtime.side import Pair, Shared, Side
+from pushkv.runtime.pair import Pair
+from pushkv.runtime.side import Shared, Side
 from pushkv.trace import now as trace_now
 from pushkv.transport.host import ProcessWatch
 
 log = logging.getLogger(__name__)
+
+SEARCH = 5.0
+"""Seconds between looks for proof that lost producers have ended, where no blocks wait for it."""
 
 
 @dataclass
@@ -43,10 +56,20 @@ class Dial:
     """A handshake under way. ``path_open``: the producer's warm-up WRITE has arrived."""
 
     token: bytes
-    route: Route
+    address: Address
     done: Future[Pair]
     pair: Pair | None = None
     path_open: bool = False
+
+    @property
+    def route(self) -> str:
+        """The route of its connection."""
+        return url(self.address)
+
+    def fail(self, error: Exception) -> None:
+        """Report that it came to nothing."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
     def settle(self) -> bool:
         """Report success once the welcome and the warm-up are both here."""
@@ -55,6 +78,19 @@ class Dial:
         if not self.done.done():
             self.done.set_result(self.pair)
         return True
+
+
+def _overlap(one: list[frozenset[int]], other: list[frozenset[int]]) -> bool:
+    return any(not mine.isdisjoint(theirs) for mine, theirs in zip(one, other, strict=False))
+
+
+def _refusal(error: Exception) -> Outcome:
+    """Why an order is refused, by what its making or its offering raised."""
+    if isinstance(error, PeerLost):
+        return Outcome.PEER_LOST
+    if isinstance(error, TransportError):
+        return Outcome.TRANSPORT_ERROR
+    return Outcome.SUPERSEDED if isinstance(error, ProtocolError) else Outcome.REJECTED_GEOMETRY
 
 
 class Consuming(Side):
@@ -69,18 +105,30 @@ class Consuming(Side):
         self._traced: dict[bytes, TransferKey] = {}
         self._offered: dict[TransferKey, int] = {}
         self.held_blocks = 0
+        self._blocks: dict[TransferKey, list[frozenset[int]]] = {}
+        self._refused: dict[TransferKey, set[TransferKey]] = {}
+        """Refused transfers whose blocks others have in custody, and which: they are released after those."""
+        self._next_search = 0.0
 
     def ground(self, detail: str, now: float) -> None:
         """Without a data mover no arrival is heard: end what is open and drain over the control connections."""
         for key in self.machine.transfers():
             self.machine.cancel(key, now, Outcome.TRANSPORT_ERROR, detail)
         for dial in self.dials.values():
-            if not dial.done.done():
-                dial.done.set_exception(TransportError(detail))
+            dial.fail(TransportError(detail))
+        self.dials.clear()
+
+    def look(self, now: float) -> bool:
+        """As for any side; and now and then whether lost producers have ended, so that they can be forgotten."""
+        if now >= self._next_search:
+            self._next_search = now + SEARCH
+            for pair in [pair for pair in self.agents.values() if pair.lost]:
+                self._ask_proof(pair.agent, now)
+        return super().look(now)
 
     def measure(self) -> None:
         """Publish how much is in custody."""
-        self.in_custody = len(self.machine.transfers())
+        self.in_custody = len(self.machine.transfers()) + len(self._refused)
         self.held_blocks = self.machine.held_blocks()
 
     # Handshakes
@@ -89,56 +137,67 @@ class Consuming(Side):
         """Introduce ourselves to a producer."""
         if self.me is None or self.transport is None:
             stuck = f"this consumer's data mover is stuck ({self.grounded}); restart it"
-            dial.done.set_exception(TransportError(stuck))
+            dial.fail(TransportError(stuck))
             return
         self.dials[dial.token] = dial
+        self.shared.control.dial(dial.address)
         self.shared.control.send(dial.route, wire.Introduction(dial.token, self.me))
 
-    def give_up(self, token: bytes) -> None:
-        """Forget a handshake that took too long."""
-        self.dials.pop(token, None)
+    def give_up(self, dial: Dial) -> None:
+        """Forget a handshake that is over or took too long."""
+        self.dials.pop(dial.token, None)
+        self._hang_up_unused(dial.route)
+
+    def _hang_up_unused(self, route: Route) -> None:
+        used = {pair.route for pair in self.agents.values()} | {dial.route for dial in self.dials.values()}
+        if isinstance(route, str) and route not in used:
+            self.shared.control.hang_up(route)
+
+    def forget(self, pair: Pair) -> None:
+        """As for every side; the connection closes with the last pair that uses it."""
+        super().forget(pair)
+        self._hang_up_unused(pair.route)
 
     def refused(self, refusal: wire.Refusal) -> None:
         """The producer does not want us."""
         dial = self.dials.pop(refusal.token, None)
-        if dial is not None and not dial.done.done():
-            dial.done.set_exception(HandshakeRefused(f"{dial.route!s} refused this consumer: {refusal.detail}"))
+        if dial is not None:
+            dial.fail(HandshakeRefused(f"{dial.route} refused this consumer: {refusal.detail}"))
 
-    def welcomed(self, route: Route, welcome: wire.Welcome) -> None:
+    def welcomed(self, welcome: wire.Welcome) -> None:
         """The producer is connected to us; connect to it."""
         dial = self.dials.get(welcome.token)
         if dial is None or dial.pair is not None:
             return
         try:
-            dial.pair = self._pair(route, welcome)
-        except (PushKVError, ValueError) as error:
+            dial.pair = self._pair(dial.route, welcome)
+        except Exception as error:  # whatever a stranger's welcome makes of us
             self.dials.pop(welcome.token, None)
-            dial.done.set_exception(error if isinstance(error, HandshakeError) else HandshakeError(str(error)))
-            return
-        self._conclude(dial)
+            if not isinstance(error, PushKVError):
+                log.exception("The welcome of %s cannot be dealt with.", dial.route)
+            dial.fail(error if isinstance(error, HandshakeError) else HandshakeError(f"{dial.route}: {error}"))
+        else:
+            self._conclude(dial)
         self.run_commands()
 
-    def _pair(self, route: Route, welcome: wire.Welcome) -> Pair:
+    def _pair(self, route: str, welcome: wire.Welcome) -> Pair:
         theirs, me = welcome.side, self.me
         assert me is not None
-        assert self.transport is not None
         if not OLDEST_VERSION <= welcome.version <= VERSION:
-            raise HandshakeError(f"{route!s} answers in protocol version {welcome.version}; upgrade the older side")
+            raise HandshakeError(f"{route} answers in protocol version {welcome.version}; upgrade the older side")
         theirs.geometry.check(theirs.regions)
         if differing := differences(theirs.factors, me.factors):
             raise HandshakeError(f"the two caches differ (theirs against ours) in {'; '.join(differing)}")
         template = PairTemplate(theirs.geometry, me.geometry)
-        if theirs.agent in self.agents:
-            self.transport.remove_peer(theirs.agent)
-        agent = self.transport.add_peer(theirs.metadata, theirs.host)
-        if agent != theirs.agent:
-            self.transport.remove_peer(agent)
-            raise HandshakeError(f"{route!s} sent the metadata of {agent} as {theirs.agent}'s")
-        watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
-        pair = Pair(welcome.token, route, theirs, template, watch, time.monotonic())
+        pair = self.meet(theirs)
+        if pair is None:
+            watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
+            pair = Pair(welcome.token, route, theirs, template, watch, time.monotonic())
+            self.add(pair)
+        self.adopt(pair, welcome.token)
+        pair.route, pair.theirs, pair.template = route, theirs, template
         self._lose_earlier_epochs(pair)
-        self.add(pair)
-        self.machine.connected(agent, pair.heard)
+        self.back(pair)
         self._greet(pair)
         return pair
 
@@ -153,7 +212,9 @@ class Consuming(Side):
         assert self.transport is not None
         try:
             self.transport.send(pair.agent, encode(pair.token, Hello(self.shared.agent)))
-        except PeerLost as error:
+        except TransportError as error:
+            pair.broken = isinstance(error, PeerLost)
+            self.lose(pair, str(error), time.monotonic())
             raise HandshakeError(f"{pair.agent} was lost right after the handshake: {error}") from error
 
     def stranger(self, token: bytes, payload: bytes) -> None:
@@ -181,16 +242,41 @@ class Consuming(Side):
 
     # Transfers
 
-    def offer(self, make: Callable[[], Order]) -> None:
+    def offer(self, key: TransferKey, into: Blocks, make: Callable[[], Order]) -> None:
         """Offer blocks; an order that cannot be taken ends at once and touches nothing else."""
-        order = make()
+        sets = block_sets(into)
         try:
+            if self.transport is None:
+                raise TransportError(f"this consumer's data mover is stuck ({self.grounded}); restart it")
+            order = make()
+            lost = [agent for agent in order.owed if agent not in self.agents or self.agents[agent].lost]
+            if lost:
+                raise PeerLost(f"{key} is offered to {', '.join(lost)}, which is lost; connect again")
             self.machine.offer(order, time.monotonic())
-        except PushKVError as error:
-            outcome = Outcome.REJECTED_GEOMETRY if isinstance(error, GeometryError) else Outcome.PEER_LOST
-            self.shared.emit(Ended(order.key, outcome, str(error)))
-            self.shared.emit(Released(order.key))
+        except Exception as error:
+            if not isinstance(error, PushKVError):
+                log.exception("%s cannot be offered.", key)
+            self._refuse(key, sets, _refusal(error), str(error) or type(error).__name__)
+        else:
+            self._blocks[key] = sets
         self.run_commands()
+
+    def _refuse(self, key: TransferKey, sets: list[frozenset[int]], outcome: Outcome, detail: str) -> None:
+        """End a transfer that was never offered. Blocks of it that others hold are not free before those are."""
+        others = {other for other, held in self._blocks.items() if _overlap(held, sets)}
+        self._pending.append(Ended(key, outcome, detail))
+        if others:
+            self._refused[key] = others
+        else:
+            self._pending.append(Released(key))
+
+    def _released(self, key: TransferKey) -> None:
+        self._blocks.pop(key, None)
+        for refused, others in list(self._refused.items()):
+            others.discard(key)
+            if not others:
+                del self._refused[refused]
+                self._pending.append(Released(refused))
 
     def cancel(self, key: TransferKey, outcome: Outcome, detail: str) -> None:
         """End a transfer from this side."""
@@ -218,6 +304,8 @@ class Consuming(Side):
         elif isinstance(command, Ended):
             self.shared.stats[f"transfers {command.outcome.value}"] += 1
             self._trace_end(command)
+        elif isinstance(command, Released):
+            self._released(command.key)
         super().execute(command, now)
 
     def _trace_offer(self, offer: Offer) -> None:

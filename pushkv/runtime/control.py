@@ -72,11 +72,10 @@ class ControlThread:
         """Start the thread."""
         self._thread.start()
 
-    def dial(self, address: Address) -> str:
-        """Open a connection to a producer and return its route; idempotent, from any thread."""
+    def dial(self, address: Address) -> None:
+        """Open a connection to a producer, whose route is its URL; idempotent, from any thread."""
         route = url(address)
         self._do(lambda: self._dial(route))
-        return route
 
     def hang_up(self, route: str) -> None:
         """Close a connection; from any thread."""
@@ -97,9 +96,9 @@ class ControlThread:
     # On the control thread
 
     def _do(self, action: Callable[[], None]) -> None:
-        self._outbox.put(action)
         with self._closed:
             if self._wake >= 0:
+                self._outbox.put(action)
                 os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
@@ -160,7 +159,11 @@ class ControlThread:
             return
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        dealer.connect(route)
+        try:
+            dealer.connect(route)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
         self._dealers[route] = dealer
         self._poller.register(dealer, zmq.POLLIN)
 

@@ -12,17 +12,20 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command
 from pushkv.core.messages import Blocks, Table
-from pushkv.core.outcome import Outcome
-from pushkv.errors import ConfigError, EndpointClosed, GeometryError
+from pushkv.core.prompt import DIGEST_BYTES
+from pushkv.errors import ConfigError, EndpointClosed, GeometryError, ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
+from pushkv.runtime.ending import Ending
 from pushkv.runtime.loop import TransferThread
-from pushkv.runtime.side import Shared, Side
+from pushkv.runtime.pair import Pair
+from pushkv.runtime.side import CLOSED, Shared, Side
 from pushkv.runtime.turn import Turn
 from pushkv.trace import Trace
 from pushkv.transport.base import Transport
@@ -31,48 +34,19 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Side)
 E = TypeVar("E", bound="Endpoint[Any]")
+__all__ = ["Ending", "Endpoint", "TransportFactory", "check_request", "pack_blocks"]
+
 TransportFactory = Callable[[str], Transport]
 SIGN_OF_LIFE = 1.0
 """Seconds between signs of life over a control connection."""
+LONG_AWAY = 1.0
+"""Seconds without a tick after which it was this process that was not there, and no peer's silence counts."""
+MOST_EVENTS = 1 << 16
+"""How many events wait to be taken: an engine that waits on transfers instead must not gather them for ever."""
+LONGEST = 86400.0
+"""No deadline is longer than a day, in seconds."""
 _kept: list[object] = []
 """What is still in somebody's custody when its endpoint closes: it lives as long as the process."""
-
-
-class Ending:
-    """How one transfer or stage ends, for whoever waits for it; from any thread."""
-
-    def __init__(self) -> None:
-        self.outcome: Outcome | None = None
-        self.detail = ""
-        self._ended = threading.Event()
-        self._released = threading.Event()
-
-    @property
-    def released(self) -> bool:
-        """Whether its blocks are out of everybody's custody."""
-        return self._released.is_set()
-
-    def wait(self, timeout: float | None = None) -> Outcome | None:
-        """Wait for the outcome; None if it is not there in time."""
-        self._ended.wait(timeout)
-        return self.outcome
-
-    def wait_released(self, timeout: float | None = None) -> bool:
-        """Wait until its blocks may be reused; whether they may."""
-        return self._released.wait(timeout)
-
-    def end(self, outcome: Outcome, detail: str) -> None:
-        """Called by the endpoint, once."""
-        self.outcome, self.detail = outcome, detail
-        self._ended.set()
-
-    def hold(self) -> None:
-        """Called by the endpoint: it has blocks in custody (again)."""
-        self._released.clear()
-
-    def release(self) -> None:
-        """Called by the endpoint."""
-        self._released.set()
 
 
 class Endpoint(Generic[S]):
@@ -90,13 +64,15 @@ class Endpoint(Generic[S]):
     ) -> None:
         self.config = config
         self.cache = cache
+        factory = transport or _transport_factory(config)
         self.epoch = secrets.token_hex(8)
         self.agent = f"pushkv-{self.role}-{config.engine}-{config.rank}-{self.epoch}"
         self.stalled = ""
         """In which call of the data mover the transfer thread got stuck for good; empty while all is well."""
         self._events: deque[Command] = deque()
         self._closing = False
-        self._closed = False
+        self._closed: bool | None = None
+        self._close_once = threading.Lock()
         self._control = ControlThread(f"pushkv-{self.role}-control", self._heard, self._tick)
         self._turn = Turn()
         self._shared = Shared(
@@ -104,7 +80,7 @@ class Endpoint(Generic[S]):
             cache,
             self.agent,
             self.epoch,
-            transport or _transport_factory(config),
+            factory,
             self._control,
             self._turn,
             self._emit,
@@ -113,6 +89,7 @@ class Endpoint(Generic[S]):
         self._side = self._make_side(self._shared)
         self._transfer = TransferThread(f"pushkv-{self.role}", self._side, config.idle_poll, config.due_poll)
         self._last_sign = 0.0
+        self._last_tick = time.monotonic()
 
     def _make_side(self, shared: Shared) -> S:
         raise NotImplementedError
@@ -146,9 +123,9 @@ class Endpoint(Generic[S]):
     def stats(self) -> dict[str, int]:
         """Counters since the start: bytes, descriptors, outcomes, what was dropped."""
         counts = Counter(self._shared.stats)
-        counts.update(self._side._base_machine.counts)
+        counts.update(dict(self._side._base_machine.counts))  # a copy: the transfer thread goes on counting
         counts["control frames dropped"] = self._control.dropped
-        counts["errors"] = self._transfer.errors
+        counts["errors"] += self._transfer.errors
         return dict(counts)
 
     def path(self, peer: str) -> str:
@@ -161,8 +138,10 @@ class Endpoint(Generic[S]):
         done = threading.Event()
 
         def answering() -> None:
-            answer.append(question())
-            done.set()
+            try:
+                answer.append(question())
+            finally:
+                done.set()
 
         self._submit(answering)
         done.wait(self.config.connect_timeout)
@@ -174,28 +153,49 @@ class Endpoint(Generic[S]):
         Memory that a peer may still write into, or a WRITE still read, is kept registered and alive for the rest
         of the process's life.
         """
-        if self._closed:
-            return True
+        with self._close_once:
+            if self._closed is None:
+                self._closed = self._shut(timeout)
+        return self._closed
+
+    def _shut(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
         self._closing = True
-        self._transfer.submit(self._wind_up)
-        clear = self._drained(time.monotonic() + timeout)
-        self._closed = True
+        wound_up = threading.Event()
+        self._transfer.submit(lambda: self._wind_up_and(wound_up.set))
+        clear = wound_up.wait(timeout) and self._drained(deadline)
         if not clear:
             log.warning("%s closes with memory in custody: its cache stays registered.", self.agent)
-            _kept.append(self)
         elif not self._transfer.stop(timeout):
             log.warning("%s closes while its transfer thread is stuck: its cache stays registered.", self.agent)
-            _kept.append(self)
             clear = False
+        if clear:
+            for pair in list(self._side.agents.values()):
+                self._control.send(pair.route, wire.Bye(pair.token))
+            self._end_the_rest()
+        else:
+            _kept.append(self)
         self._control.close()
+        if self.stalled:
+            self._transfer.stop(timeout)
         return clear
 
     def _drained(self, deadline: float) -> bool:
-        while time.monotonic() < deadline:
-            if not self._in_custody():
-                return True
+        while self._in_custody():
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.005)
-        return not self._in_custody()
+        return True
+
+    def _wind_up_and(self, done: Callable[[], None]) -> None:
+        try:
+            self._wind_up()
+        finally:
+            done()
+
+    def _end_the_rest(self) -> None:
+        """End what was handed over while the endpoint closed and has never been taken up."""
+        raise NotImplementedError
 
     def _wind_up(self) -> None:
         """On the transfer thread: end what is open."""
@@ -205,26 +205,34 @@ class Endpoint(Generic[S]):
         """Whether anything is open or in custody."""
         raise NotImplementedError
 
-    def _submit(self, action: Callable[[], None]) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise EndpointClosed(f"{self.agent} is closed; make another endpoint.")
+
+    def _submit(self, action: Callable[[], None]) -> None:
+        self._check_open()
         self._transfer.submit(action)
 
     def _emit(self, event: Command) -> None:
         self._events.append(event)
+        if len(self._events) > MOST_EVENTS:
+            self._events.popleft()
+            self._shared.stats["events dropped"] += 1
 
     # The control thread's side
 
     def _heard(self, route: Route, message: wire.Control) -> None:
         now = time.monotonic()
         if isinstance(message, wire.Relay):
-            self._transfer.submit(lambda: self._side.frame(message.frame, relayed=True))
+            self._transfer.submit(lambda: self._side.frame(message.frame, route))
         elif isinstance(message, wire.Alive):
             pair = self._side.pairs.get(message.token)
             if pair is not None:
                 pair.heard = now
-                if pair.lost and not pair.broken:
-                    self._transfer.submit(lambda: self._side.heard_again(message.token))
+                if pair.lost or message.token == pair.coming or route != pair.route:
+                    self._transfer.submit(lambda: self._side.alive(message.token, route))
+        elif isinstance(message, wire.Bye):
+            self._transfer.submit(lambda: self._side.peer_gone(message.token, CLOSED))
         else:
             self._control_message(route, message)
 
@@ -234,23 +242,25 @@ class Endpoint(Generic[S]):
     def _tick(self) -> None:
         now = time.monotonic()
         self._watch_thread()
-        for pair in list(self._side.pairs.values()):
-            if pair.lost:
-                continue
-            if pair.watch is not None and pair.watch.dead():
-                pair.broken = True
-                self._report_loss(pair.token, "its process has ended")
-            elif now - pair.heard > self.config.silence:
-                self._report_loss(pair.token, f"not a word from it for {self.config.silence:g} s")
+        away, self._last_tick = now - self._last_tick, now
+        for pair in list(self._side.agents.values()):
+            if away > LONG_AWAY:
+                pair.heard += away
+            if not pair.lost:
+                self._watch(pair, now)
         if now - self._last_sign >= SIGN_OF_LIFE:
             self._last_sign = now
             self._give_signs()
 
-    def _report_loss(self, token: bytes, detail: str) -> None:
-        self._transfer.submit(lambda: self._side.peer_silent(token, detail))
+    def _watch(self, pair: Pair, now: float) -> None:
+        side, token, silence = self._side, pair.token, self.config.silence
+        if pair.watch is not None and pair.watch.dead():
+            self._transfer.submit(lambda: side.peer_gone(token, "its process has ended"))
+        elif now - pair.heard > silence:
+            self._transfer.submit(lambda: side.peer_silent(token, f"not a word from it for {silence:g} s"))
 
     def _give_signs(self) -> None:
-        for pair in list(self._side.pairs.values()):
+        for pair in list(self._side.agents.values()):
             self._control.send(pair.route, wire.Alive(pair.token))
 
     def _watch_thread(self) -> None:
@@ -302,13 +312,33 @@ def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
         raise GeometryError(f"{len(lists)} block tables were given for {len(groups)} cache groups; give one a group.")
     tables = []
     for number, (ids, group) in enumerate(zip(lists, groups, strict=True)):
-        array = np.asarray(ids, dtype="<i4").reshape(-1)
+        array = _ids(ids)
         if array.size and not (int(array.min()) >= 0 and int(array.max()) < group.blocks):
             raise GeometryError(
                 f"Group {number} is given blocks {int(array.min())} to {int(array.max())}; it has {group.blocks}."
             )
-        tables.append(Table(first, array.tobytes()))
+        tables.append(Table(first, array.astype("<i4").tobytes()))
     return Blocks(tuple(tables))
+
+
+def _ids(ids: object) -> NDArray[np.integer]:
+    try:
+        array = np.asarray(ids).reshape(-1)
+    except ValueError as error:
+        raise GeometryError(f"Block ids {ids!r:.80} are no list of numbers ({error}); give one.") from error
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise GeometryError(f"Block ids {ids!r:.80} are no whole numbers; give a list of them.")
+    return array.astype(np.int64) if array.size == 0 else array
+
+
+def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
+    """What no peer would take is refused where the engine asks for it. Raises ProtocolError."""
+    if not 0 < len(transfer) <= 512:
+        raise ProtocolError(f"transfer id {transfer!r:.80} has {len(transfer)} characters; give 1 to 512.")
+    if len(prompt) != DIGEST_BYTES:
+        raise ProtocolError(f"{transfer}'s prompt digest has {len(prompt)} bytes; make it with pushkv.prompt_digest.")
+    if deadline is not None and not 0 < deadline <= LONGEST:
+        raise ProtocolError(f"{transfer}'s deadline is {deadline} s; give seconds above 0, at most a day.")
 
 
 def _nested(blocks: object) -> bool:

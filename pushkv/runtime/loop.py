@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 QUICK = 50e-6
 """Seconds between looks right after something happened."""
+BATCH = 256
+"""How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""
 
 
 class Work(ABC):
@@ -52,7 +54,7 @@ class TransferThread:
         self._work = work
         self._idle_poll, self._due_poll = idle_poll, due_poll
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._opened = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -72,7 +74,7 @@ class TransferThread:
     def successor(self, work: Work) -> TransferThread:
         """A thread that goes on with what has been and will be submitted to this one, which is stuck for good."""
         heir = TransferThread(self._thread.name + "-2", work, self._idle_poll, self._due_poll)
-        heir._inbox = self._inbox
+        heir._inbox, heir._stopping, heir.errors = self._inbox, self._stopping, self.errors
         return heir
 
     def stop(self, timeout: float) -> bool:
@@ -82,7 +84,7 @@ class TransferThread:
         return not self._thread.is_alive()
 
     def _stop(self) -> None:
-        self._stopping = True
+        self._stopping.set()
 
     def _run(self) -> None:
         try:
@@ -100,7 +102,7 @@ class TransferThread:
 
     def _loop(self) -> None:
         quiet_since = time.monotonic()
-        while not self._stopping:
+        while not self._stopping.is_set():
             action = self._next_action(self._pause(time.monotonic() - quiet_since))
             if self._step(action):
                 quiet_since = time.monotonic()
@@ -109,9 +111,11 @@ class TransferThread:
         """One round: what was asked, then what came. An error costs what raised it and nothing else."""
         busy = action is not None
         try:
+            left = BATCH
             while action is not None:
                 action()
-                action = self._next_action(0.0)
+                left -= 1
+                action = self._next_action(0.0) if left else None
         except Exception:
             self._count_error()
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from pushkv.backends.base import Fence
 from pushkv.cache import KVCache
@@ -14,10 +13,14 @@ from pushkv.core.producer import ProducerMachine
 from pushkv.runtime import wire
 from pushkv.runtime.address import check_reachable, parse, url
 from pushkv.runtime.control import Route
-from pushkv.runtime.endpoint import Ending, Endpoint, TransportFactory, pack_blocks
+from pushkv.runtime.ending import Ending
+from pushkv.runtime.endpoint import Endpoint, TransportFactory, check_request, pack_blocks
 from pushkv.runtime.producing import Producing
 from pushkv.runtime.side import Shared
+from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
+
+CLOSING = "the producer is shutting down"
 
 
 class Producer(Endpoint[Producing]):
@@ -72,21 +75,23 @@ class Producer(Endpoint[Producing]):
         whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
         Nothing is read before ``fence`` has passed; by default that is the memory backend's, made now on the
         calling thread. The blocks stay as they are until the returned ending is released.
-        Raises GeometryError for block ids out of range.
+        A stage that has ended, but whose blocks are still read, is returned as it is: nothing more is read for it.
+        Raises GeometryError for block ids out of range and ProtocolError for an id, digest or deadline that
+        cannot be; numbers that contradict each other or an earlier call end the stage.
         """
+        self._check_open()
+        check_request(transfer, prompt, deadline)
         packed = pack_blocks(self.cache, blocks)
         ready = prompt_tokens if ready is None else ready
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer)
-        if ending is None or ending.outcome is not None:
+        if ending is None:
             ending = self._stages[transfer] = Ending()
+        elif ending.outcome is not None:
+            return ending
         ending.hold()
-        machine = self._side.machine
-
-        def action(now: float) -> None:
-            machine.stage(transfer, packed, prompt, prompt_tokens, ready, now, siblings, deadline)
-
-        self._submit(lambda: self._side.stage(transfer, behind, action))
+        call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending)
+        self._submit(lambda: self._side.stage(call))
         return ending
 
     def preempt(self, transfer: str) -> Ending | None:
@@ -95,22 +100,14 @@ class Producer(Endpoint[Producing]):
         The returned ending is released when no WRITE reads the blocks any more.
         """
         ending = self._stages.get(transfer)
-        self._take_back(transfer, lambda: self._side.machine.preempt(transfer))
+        self._submit(lambda: self._side.preempt(transfer))
         return ending
 
     def unstage(self, transfer: str) -> Ending | None:
         """End a stage (the request was aborted): its open transfers end as cancelled."""
         ending = self._stages.get(transfer)
-        self._take_back(transfer, lambda: self._side.machine.unstage(transfer, time.monotonic()))
+        self._submit(lambda: self._side.unstage(transfer, time.monotonic()))
         return ending
-
-    def _take_back(self, transfer: str, action: Callable[[], None]) -> None:
-        def taking() -> None:
-            self._side.drop_fenced(transfer)
-            action()
-            self._side.run_commands()
-
-        self._submit(taking)
 
     def _emit(self, event: Command) -> None:
         ending = self._stages.get(event.transfer) if isinstance(event, (StageEnded, StageReleased)) else None
@@ -118,20 +115,26 @@ class Producer(Endpoint[Producing]):
             ending.end(event.outcome, event.detail)
         elif ending is not None and isinstance(event, StageReleased):
             ending.release()
-            if ending.outcome is not None:
-                self._stages.pop(event.transfer, None)
+        if ending is not None and ending.outcome is not None and ending.released:
+            self._stages.pop(event.transfer, None)  # type: ignore[union-attr]
         super()._emit(event)
 
     def _wind_up(self) -> None:
-        now = time.monotonic()
-        for transfer in list(self._stages):
-            self._side.machine.unstage(transfer, now, Outcome.REJECTED_CLOSING, "the producer is shutting down")
-        self._side.machine.close(now)
-        self._side.run_commands()
+        self._side.end_all(time.monotonic(), Outcome.REJECTED_CLOSING, CLOSING)
+
+    def _end_the_rest(self) -> None:
+        for ending in list(self._stages.values()):
+            ending.end(Outcome.REJECTED_CLOSING, CLOSING)
+            ending.release()
+        self._stages.clear()
 
     def _in_custody(self) -> bool:
         return bool(self._side.in_custody)
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
-        if isinstance(message, wire.Introduction) and not self._closing:
+        if not isinstance(message, wire.Introduction):
+            return
+        if self._closing:
+            self._control.send(route, wire.Refusal(message.token, f"{CLOSING}; connect to another"))
+        else:
             self._transfer.submit(lambda: self._side.introduced(route, message))

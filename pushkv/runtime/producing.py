@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from pushkv.backends.base import Fence
-from pushkv.core.commands import Command, Ended, Post, StageEnded
+from pushkv.core.commands import Command, Ended, Post
 from pushkv.core.compat import differences
 from pushkv.core.copies import CopyPlan
 from pushkv.core.geometry import BlockTable
 from pushkv.core.memory import Region
-from pushkv.core.messages import Blocks, Cancel, Grant, Message, Offer, Renew, encode
+from pushkv.core.messages import Blocks, Cancel, Grant, Message, Offer, Renew, TransferKey, encode
 from pushkv.core.messages import Hello as HelloMessage
 from pushkv.core.outcome import Outcome
 from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.template import PairTemplate, UnitRows
-from pushkv.errors import GeometryError, HandshakeError, PeerLost, ProtocolError, PushKVError, TransportError
+from pushkv.errors import HandshakeError, PeerLost, PushKVError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
-from pushkv.runtime.side import Pair, Shared, Side, addresses
+from pushkv.runtime.pair import Pair, addresses
+from pushkv.runtime.side import Shared
+from pushkv.runtime.staging import Staging
 from pushkv.trace import now as trace_now
 from pushkv.transport.base import Lattice, Pieces, WriteResult, WriteStatus
 from pushkv.transport.host import ProcessWatch
@@ -48,28 +47,27 @@ def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
     return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)
 
 
-class Producing(Side):
+class Producing(Staging):
     """The producer's side."""
 
     accepts = (Offer, Cancel, Renew, Grant)
 
     def __init__(self, shared: Shared, machine: ProducerMachine) -> None:
         super().__init__(shared, machine)
-        self.machine = machine
         self._writes: dict[int, _Write] = {}
         self._posting: int | None = None
-        self._seen: dict[bytes, int] = {}
-        self._fenced: deque[tuple[str, Fence, Callable[[float], None]]] = deque()
+        self._warming: dict[int, Pair] = {}
+        self._seen: dict[TransferKey, int] = {}
 
     def ground(self, detail: str, now: float) -> None:
         """Without a data mover nothing can be sent: whatever was in flight may travel for ever."""
         stranded = [write.number for write in self._writes.values()]
         stranded += [] if self._posting is None else [self._posting]
         self._writes.clear()
-        self._fenced.clear()
+        self._posting = None
         for number in stranded:
             self.machine.write_failed(number, Outcome.TRANSPORT_ERROR, detail, now)
-        self.machine.close(now, Outcome.TRANSPORT_ERROR, detail)
+        self.end_all(now, Outcome.TRANSPORT_ERROR, detail)
 
     def urgency(self) -> int:
         """WRITEs in flight need polling, and so do fences."""
@@ -77,34 +75,11 @@ class Producing(Side):
 
     def look(self, now: float) -> bool:
         """As for any side, after the fences."""
-        return self._pass_fences(now) or super().look(now)
+        return self.pass_fences(now) | super().look(now)
 
     def measure(self) -> None:
         """Publish how much is open or read."""
         self.in_custody = self.machine.open_transfers + self.machine.reading
-
-    # Stages
-
-    def stage(self, transfer: str, fence: Fence, action: Callable[[float], None]) -> None:
-        """Stage once the fence has passed; stages keep their order."""
-        self._fenced.append((transfer, fence, action))
-        self._pass_fences(time.monotonic())
-
-    def drop_fenced(self, transfer: str) -> None:
-        """Forget stages whose blocks are taken back before their fence has passed."""
-        self._fenced = deque(entry for entry in self._fenced if entry[0] != transfer)
-
-    def _pass_fences(self, now: float) -> bool:
-        passed = False
-        while self._fenced and self._fenced[0][1].done():
-            transfer, _, action = self._fenced.popleft()
-            passed = True
-            try:
-                action(now)
-            except PushKVError as error:
-                self.shared.emit(StageEnded(transfer, Outcome.REJECTED_TOKENS, str(error)))
-            self.run_commands()
-        return passed
 
     # Handshakes
 
@@ -115,37 +90,42 @@ class Producing(Side):
             if self.transport is None:
                 raise HandshakeError(f"this producer's data mover is stuck ({self.grounded}); restart it")
             pair = known or self._pair(route, introduction)
-        except (PushKVError, ValueError) as error:
+        except Exception as error:  # whatever a stranger's introduction makes of us
+            if not isinstance(error, PushKVError):
+                log.exception("The introduction of %s cannot be dealt with.", introduction.side.agent)
             self.shared.stats["handshakes refused"] += 1
             log.warning("Refused %s: %s", introduction.side.agent, error)
-            self.shared.control.send(route, wire.Refusal(introduction.token, str(error)[:2000]))
+            detail = str(error)[:2000] or type(error).__name__
+            self.shared.control.send(route, wire.Refusal(introduction.token, detail))
+            self.run_commands()
             return
         pair.route = route
         assert self.me is not None
         version = wire.common_version((self.me.oldest, self.me.newest), (pair.theirs.oldest, pair.theirs.newest))
-        self.shared.control.send(route, wire.Welcome(pair.token, version, self.me))
-        self._warm_up(pair)
+        self.shared.control.send(route, wire.Welcome(introduction.token, version, self.me))
+        self._warm_up(pair, introduction.token)
+        self.run_commands()
 
     def _pair(self, route: Route, introduction: wire.Introduction) -> Pair:
         theirs, me = introduction.side, self.me
         assert me is not None
-        assert self.transport is not None
         wire.common_version((me.oldest, me.newest), (theirs.oldest, theirs.newest))
         theirs.geometry.check(theirs.regions)
         if differing := differences(me.factors, theirs.factors):
             raise HandshakeError(f"the two caches differ (ours against theirs) in {'; '.join(differing)}")
         template = PairTemplate(me.geometry, theirs.geometry)
-        if theirs.agent in self.agents:
-            self.transport.remove_peer(theirs.agent)
-        agent = self.transport.add_peer(theirs.metadata, theirs.host)
-        if agent != theirs.agent:
-            self.transport.remove_peer(agent)
-            raise HandshakeError(f"the metadata is agent {agent}'s, the introduction {theirs.agent}'s")
-        watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
-        pair = Pair(introduction.token, route, theirs, template, watch, time.monotonic())
-        pair.prepared = self._prepare(pair)
-        self.add(pair)
-        self.regain(pair, pair.heard)
+        pair = self.meet(theirs)
+        if pair is None:
+            pair = Pair(introduction.token, route, theirs, template, None, time.monotonic())
+            pair.prepared = self._prepare(pair)
+            pair.watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
+            self.add(pair)
+        else:
+            self.pairs.pop(pair.coming, None)
+            pair.coming, pair.theirs, pair.template = introduction.token, theirs, template
+            self.pairs[introduction.token] = pair
+            pair.prepared = self._prepare(pair) if pair.prepared is None else pair.prepared
+        self.back(pair)
         return pair
 
     def regain(self, pair: Pair, now: float) -> None:
@@ -161,13 +141,14 @@ class Producing(Side):
         ours, theirs = self.shared.cache.regions, pair.theirs.regions
         return self.transport.prepare(pair.agent, _lattice(ours, source, unit), _lattice(theirs, target, unit))
 
-    def _warm_up(self, pair: Pair) -> None:
+    def _warm_up(self, pair: Pair, token: bytes) -> None:
         """A WRITE of no bytes opens the path, so that the first real one does not pay for it."""
         assert self.transport is not None
-        notification = encode(pair.token, HelloMessage(self.shared.agent))
+        notification = encode(token, HelloMessage(self.shared.agent))
         source, target = self.shared.cache.regions[:1], pair.theirs.regions[:1]
         try:
-            self.transport.write(pair.agent, _no_bytes(source), _no_bytes(target), notification)
+            write = self.transport.write(pair.agent, _no_bytes(source), _no_bytes(target), notification)
+            self._warming[write] = pair
         except PeerLost as error:
             pair.broken = True
             self.lose(pair, str(error), time.monotonic())
@@ -191,30 +172,45 @@ class Producing(Side):
         if isinstance(command, Post):
             self._post(command, now)
         else:
-            if isinstance(command, Ended):
-                self.shared.stats[f"transfers {command.outcome.value}"] += 1
+            self._account(command)
             super().execute(command, now)
+
+    def _account(self, command: Command) -> None:
+        if isinstance(command, Ended):
+            self.shared.stats[f"transfers {command.outcome.value}"] += 1
+            self._seen.pop(command.key, None)
+        else:
+            self.account(command)
 
     def _post(self, post: Post, now: float) -> None:
         pair, started = self.agents.get(post.peer), trace_now()
-        self._posting = post.write
         try:
             if self.transport is None or pair is None:
                 raise TransportError(self.grounded or f"{post.peer} is not connected any more")
             plan = self._plan(pair, post)
-            number = self._write(pair, plan, encode(pair.token, post.complete))
-        except PeerLost as error:
-            self.machine.write_failed(post.write, Outcome.PEER_LOST, str(error), now, reached=False)
-            if pair is not None:
-                pair.broken = True
-                self.lose(pair, str(error), now)
-        except (GeometryError, ProtocolError) as error:
-            self.machine.write_failed(post.write, Outcome.REJECTED_GEOMETRY, str(error), now, reached=False)
-        except TransportError as error:
-            self.machine.write_failed(post.write, Outcome.TRANSPORT_ERROR, str(error), now, reached=False)
+            notification = encode(pair.token, post.complete)
+        except Exception as error:
+            self._not_posted(post, pair, error, False, now)
+            return
+        self._posting = post.write
+        try:
+            number = self._write(pair, plan, notification)
+        except PushKVError as error:  # nothing was handed over: the transport's word
+            self._not_posted(post, pair, error, False, now)
+        except Exception as error:
+            self._not_posted(post, pair, error, True, now)
         else:
             self._posted(number, post, plan, started)
         self._posting = None
+
+    def _not_posted(self, post: Post, pair: Pair | None, error: Exception, reached: bool, now: float) -> None:
+        if not isinstance(error, PushKVError):
+            log.error("%s cannot be posted.", post.key, exc_info=error)
+        detail = str(error) or type(error).__name__
+        self.machine.write_failed(post.write, _outcome(error, reached), detail, now, reached=reached)
+        if isinstance(error, PeerLost) and pair is not None:
+            pair.broken = True
+            self.lose(pair, detail, now)
 
     def _plan(self, pair: Pair, post: Post) -> CopyPlan:
         assert isinstance(post.target, Blocks)
@@ -253,13 +249,15 @@ class Producing(Side):
         if trace.enabled:
             trace.instant("rendezvous", "transfers", str(post.key), at_ns=started)
             trace.flow_start("KV", "transfers", f"{nonce.hex()}.{post.complete.part}", at_ns=started)
-            if (seen := self._seen.pop(nonce, None)) is not None:
+            if (seen := self._seen.pop(post.key, None)) is not None:
                 trace.span("offer waits", "transfers", str(post.key), seen, started)
 
     def _trace_offer(self, offer: Offer) -> None:
         trace = self.shared.trace
-        if trace.enabled and offer.nonce not in self._seen:
-            self._seen[offer.nonce] = trace_now()
+        if trace.enabled and offer.key not in self._seen:
+            if len(self._seen) >= self.shared.config.limits.window:  # offers that came to nothing
+                del self._seen[next(iter(self._seen))]
+            self._seen[offer.key] = trace_now()
             trace.instant("offer seen", "transfers", str(offer.key), tokens=offer.stop - offer.start)
             trace.flow_end("offer", "transfers", offer.nonce.hex())
 
@@ -267,17 +265,12 @@ class Producing(Side):
         """Take the WRITEs that ended and tell the machine."""
         if self.transport is None or not (self._writes or self.agents):
             return False
-        busy = False
-        for result in self.transport.poll():
-            busy = True
-            self._ended(result, now)
-        return busy
+        return self.each(self.transport.poll(), lambda result: self._ended(result, now))
 
     def _ended(self, result: WriteResult, now: float) -> None:
         write = self._writes.pop(result.write, None)
         if write is None:
-            if result.status is WriteStatus.FAILED:
-                log.warning("A path could not be opened: %s", result.error)
+            self._warmed(result, now)
             return
         post = write.post
         self.shared.trace.span(
@@ -293,6 +286,22 @@ class Producing(Side):
             if result.peer_lost and pair is not None:
                 pair.broken = True
                 self.lose(pair, result.error, now)
+
+    def _warmed(self, result: WriteResult, now: float) -> None:
+        pair = self._warming.pop(result.write, None)
+        if pair is None or result.status is WriteStatus.DONE:
+            return
+        log.warning("The path to %s could not be opened: %s", pair.agent, result.error)
+        if result.peer_lost:
+            pair.broken = True
+            self.lose(pair, result.error, now)
+
+
+def _outcome(error: Exception, reached: bool) -> Outcome:
+    """Why a WRITE was not posted. What has not reached the transport and is not its error is a plan gone wrong."""
+    if isinstance(error, PeerLost):
+        return Outcome.PEER_LOST
+    return Outcome.TRANSPORT_ERROR if reached or isinstance(error, TransportError) else Outcome.REJECTED_GEOMETRY
 
 
 def _lattice(regions: tuple[Region, ...], rows: UnitRows, unit: int) -> Lattice:

@@ -6,63 +6,31 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol, TypeVar
 
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import AskProof, Command, Send
-from pushkv.core.memory import Region
 from pushkv.core.messages import Hello, Message, decode, encode, token_of
-from pushkv.core.template import PairTemplate
 from pushkv.core.timers import Timers
-from pushkv.errors import PeerLost, ProtocolError, TransportError
+from pushkv.errors import HandshakeError, PeerLost, ProtocolError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.loop import Work
+from pushkv.runtime.pair import Pair
 from pushkv.runtime.turn import Turn, WatchedTransport
 from pushkv.trace import Trace
 from pushkv.transport.base import Proof, Transport
-from pushkv.transport.host import ProcessWatch, this_host
+from pushkv.transport.host import this_host
 
 log = logging.getLogger(__name__)
 
-
-@dataclass
-class Pair:
-    """One producer rank and one consumer rank that know each other. ``agent`` is the other's."""
-
-    token: bytes
-    route: Route
-    theirs: wire.Side
-    template: PairTemplate
-    watch: ProcessWatch | None
-    heard: float
-    prepared: int | None = None
-    lost: bool = False
-    broken: bool = False
-    """NIXL says that the way to the peer is gone, so that only a new handshake brings it back."""
-
-    @property
-    def agent(self) -> str:
-        """The other side's agent name."""
-        return self.theirs.agent
-
-    def addresses(self, region: NDArray[np.int64], offset: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Addresses in the other side's memory."""
-        return addresses(self.theirs.regions, region, offset)
-
-
-def addresses(
-    regions: tuple[Region, ...], region: NDArray[np.int64], offset: NDArray[np.int64]
-) -> NDArray[np.uint64]:
-    """The absolute addresses of offsets into regions."""
-    bases = np.fromiter((one.address for one in regions), np.uint64, len(regions))
-    return np.asarray(bases[region] + offset.astype(np.uint64), np.uint64)
+T = TypeVar("T")
+CLOSED = "it has closed"
+REMEMBERED = 4096
+"""How many epochs that have ended are remembered, so that a late introduction does not bring one back."""
 
 
 class Machine(Protocol):
@@ -107,6 +75,8 @@ class Side(Work):
         self.transport: Transport | None = None
         self.me: wire.Side | None = None
         self.grounded = ""
+        self.ended: dict[str, None] = {}
+        """Agents whose epoch has ended by proof, the earliest first."""
         self.in_custody = 0
         """How many transfers were open or in custody when this was last published; for other threads."""
         self._base_machine = machine
@@ -147,12 +117,25 @@ class Side(Work):
         """Take notifications and ended WRITEs, fire timers."""
         busy = False
         if self.transport is not None:
-            for _, payload in self.transport.receive():
-                busy = True
-                self.frame(payload, relayed=False)
+            busy = self.each(self.transport.receive(), lambda came: self.frame(came[1]))
             busy |= self.poll_writes(now)
         self._base_machine.tick(now)
-        return self.run_commands() or busy
+        busy |= self.run_commands()
+        if busy:
+            self.measure()
+        return busy
+
+    def each(self, items: Iterable[T], act: Callable[[T], object]) -> bool:
+        """Deal with what the data mover gave, which it gives once; an error costs its own item alone."""
+        busy = False
+        for item in items:
+            busy = True
+            try:
+                act(item)
+            except Exception:
+                self.shared.stats["errors"] += 1
+                log.exception("One item is lost to an error.")
+        return busy
 
     def poll_writes(self, now: float) -> bool:
         """Take the WRITEs that ended; whether there were any."""
@@ -176,8 +159,12 @@ class Side(Work):
 
     # Frames and messages
 
-    def frame(self, payload: bytes, relayed: bool) -> None:
-        """Take in a frame from either way. Whatever is wrong with it costs this frame alone."""
+    def frame(self, payload: bytes, route: Route | None = None) -> None:
+        """Take in a frame from either way; ``route`` is where it came from over the control connection.
+
+        Whatever is wrong with it costs this frame alone.
+        """
+        self._relay_answers = False
         try:
             token = token_of(payload)
             pair = self.pairs.get(token)
@@ -190,11 +177,12 @@ class Side(Work):
             log.debug("Dropped a frame: %s", error)
             return
         pair.heard = time.monotonic()
+        self.heard_from(pair, token, route)
         if isinstance(message, Hello):
             self.hello(pair)
         elif isinstance(message, self.accepts):
             self.message(pair, message, pair.heard)
-            self._relay_answers = relayed
+            self._relay_answers = route is not None
             self.run_commands()
             self._relay_answers = False
         else:
@@ -274,13 +262,46 @@ class Side(Work):
 
     # Peers
 
+    def meet(self, theirs: wire.Side) -> Pair | None:
+        """Load the other side's metadata; the pair that we are with it already. Raises HandshakeError."""
+        assert self.transport is not None
+        if theirs.agent in self.ended:
+            raise HandshakeError(f"{theirs.agent} has ended; connect its successor")
+        known = self.agents.get(theirs.agent)
+        if known is not None and known.broken:
+            known.prepared = None
+            self.transport.remove_peer(theirs.agent)
+        agent = self.transport.add_peer(theirs.metadata, theirs.host)
+        if agent != theirs.agent:
+            if agent not in self.agents:
+                self.transport.remove_peer(agent)
+            raise HandshakeError(f"the metadata is agent {agent}'s and the introduction {theirs.agent}'s")
+        return known
+
     def add(self, pair: Pair) -> None:
-        """Know a pair; an earlier one with the same agent gives way (a new handshake)."""
-        earlier = self.agents.get(pair.agent)
-        if earlier is not None:
-            self.pairs.pop(earlier.token, None)
+        """Know a new pair."""
         self.pairs[pair.token] = pair
         self.agents[pair.agent] = pair
+
+    def back(self, pair: Pair) -> None:
+        """A handshake has brought a pair back, if it was away."""
+        pair.lost = pair.broken = False
+        pair.heard = time.monotonic()
+        self.regain(pair, pair.heard)
+
+    def adopt(self, pair: Pair, token: bytes) -> None:
+        """Use this token from now on; the last one stays good for what is on its way."""
+        if token != pair.token:
+            self.pairs.pop(pair.former, None)
+            pair.former, pair.token, pair.coming = pair.token, token, b""
+            self.pairs[token] = pair
+
+    def heard_from(self, pair: Pair, token: bytes, route: Route | None) -> None:
+        """The other side has used this token, over this connection: both are good to answer it with."""
+        if token == pair.coming:
+            self.adopt(pair, token)
+        if isinstance(route, bytes):
+            pair.route = route
 
     def lose(self, pair: Pair, detail: str, now: float) -> None:
         """A peer cannot be reached: its transfers end, its memory waits for proof."""
@@ -288,7 +309,7 @@ class Side(Work):
             return
         pair.lost = True
         self.shared.stats["peers lost"] += 1
-        log.warning("Lost %s: %s", pair.agent, detail)
+        log.log(logging.INFO if detail == CLOSED else logging.WARNING, "Lost %s: %s", pair.agent, detail)
         self._base_machine.peer_lost(pair.agent, detail, now)
 
     def peer_silent(self, token: bytes, detail: str) -> None:
@@ -298,12 +319,21 @@ class Side(Work):
             self.lose(pair, detail, time.monotonic())
             self.run_commands()
 
-    def heard_again(self, token: bytes) -> None:
-        """A peer that was lost for its silence speaks again, in the same epoch."""
+    def peer_gone(self, token: bytes, detail: str) -> None:
+        """A peer's process has ended, or it has said good-bye: this epoch does not come back."""
         pair = self.pairs.get(token)
-        if pair is not None and pair.lost and not pair.broken:
-            pair.lost = False
-            self.regain(pair, time.monotonic())
+        if pair is not None:
+            pair.broken = True
+            self.peer_silent(token, detail)
+
+    def alive(self, token: bytes, route: Route) -> None:
+        """A sign of life that tells more than that: from a lost peer, or of a new token or connection."""
+        pair = self.pairs.get(token)
+        if pair is None:
+            return
+        self.heard_from(pair, token, route)
+        if pair.lost and not pair.broken:
+            self.back(pair)
             self.run_commands()
 
     @abstractmethod
@@ -319,13 +349,19 @@ class Side(Work):
             return
         log.info("No WRITE between us and %s can touch memory any more: %s.", peer, proof.value)
         self.shared.stats[f"proof: {proof.value}"] += 1
+        pair.broken = True
+        self.lose(pair, "its WRITEs have ended", now)
         self._base_machine.writes_ended(peer, now)
         self.forget(pair)
 
     def forget(self, pair: Pair) -> None:
         """Drop a pair that is dead and proven harmless."""
-        self.pairs.pop(pair.token, None)
+        for token in (pair.token, pair.former, pair.coming):
+            self.pairs.pop(token, None)
         self.agents.pop(pair.agent, None)
+        self.ended[pair.agent] = None
+        if len(self.ended) > REMEMBERED:
+            del self.ended[next(iter(self.ended))]
         if pair.watch is not None:
             pair.watch.close()
         if self.transport is not None:

@@ -22,6 +22,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+MOST_A_LOOK = 0.25
+"""Seconds that one look of the watchdog adds at most to how long a call has taken: when the process itself was
+stopped, or the watchdog got no processor, the call is not to blame."""
+
+
 class Abandoned(BaseException):
     """Raised in a transfer thread whose work somebody else goes on with; only the thread's end may catch it."""
 
@@ -31,8 +36,12 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._away_since: float | None = None
+        self._calls = 0
+        self._away = False
         self._doing = ""
+        self._watched = 0
+        self._stuck_for = 0.0
+        self._looked = time.monotonic()
         self._abandoned = False
 
     def away(self, doing: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,19 +49,31 @@ class Turn:
         with self._lock:
             if self._abandoned:
                 raise Abandoned
-            self._away_since, self._doing = time.monotonic(), doing
+            self._calls += 1
+            self._away, self._doing = True, doing
         try:
             return call(*args, **kwargs)
         finally:
             with self._lock:
-                self._away_since = None
+                self._away = False
                 if self._abandoned:
                     raise Abandoned
 
     def seize(self, limit: float) -> str | None:
-        """Take over from a thread that has been in one call for ``limit`` seconds; says in which, None if in none."""
+        """Take over from a thread that has been in one call for ``limit`` seconds; says in which, None if in none.
+
+        Called by the watchdog at short intervals.
+        """
         with self._lock:
-            if self._abandoned or self._away_since is None or time.monotonic() - self._away_since < limit:
+            now = time.monotonic()
+            since, self._looked = min(now - self._looked, MOST_A_LOOK), now
+            if self._abandoned or not self._away:
+                return None
+            if self._watched != self._calls:
+                self._watched, self._stuck_for = self._calls, 0.0
+                return None
+            self._stuck_for += since
+            if self._stuck_for < limit:
                 return None
             self._abandoned = True
             return self._doing

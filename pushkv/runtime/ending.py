@@ -1,0 +1,46 @@
+"""How a transfer or a stage ends, for whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+
+from pushkv.core.outcome import Outcome
+
+
+class Ending:
+    """How one transfer or stage ends, for whoever waits for it; from any thread."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.detail = ""
+        self._ended = threading.Event()
+        self._released = threading.Event()
+
+    @property
+    def released(self) -> bool:
+        """Whether its blocks are out of everybody's custody."""
+        return self._released.is_set()
+
+    def wait(self, timeout: float | None = None) -> Outcome | None:
+        """Wait for the outcome; None if it is not there in time."""
+        self._ended.wait(timeout)
+        return self.outcome
+
+    def wait_released(self, timeout: float | None = None) -> bool:
+        """Wait until its blocks may be reused; whether they may."""
+        return self._released.wait(timeout)
+
+    def end(self, outcome: Outcome, detail: str) -> None:
+        """Called by the endpoint; the first outcome stands."""
+        if self.outcome is None:
+            self.detail = detail
+            self.outcome = outcome
+            self._ended.set()
+
+    def hold(self) -> None:
+        """Called by the endpoint: it has blocks in custody (again)."""
+        self._released.clear()
+
+    def release(self) -> None:
+        """Called by the endpoint."""
+        self._released.set()

@@ -1,0 +1,54 @@
+"""One producer rank and one consumer rank that know each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pushkv.core.memory import Region
+from pushkv.core.template import PairTemplate
+from pushkv.runtime import wire
+from pushkv.runtime.control import Route
+from pushkv.transport.host import ProcessWatch
+
+
+@dataclass
+class Pair:
+    """One producer rank and one consumer rank that know each other. ``agent`` is the other's.
+
+    A new handshake of the same two epochs gives a new token. Whichever side is behind goes on with the old one for
+    a while, so the last one stays good (``former``), and a producer starts to use the new one when the consumer
+    has (``coming`` until then): a handshake that failed half-way leaves the pair as it was.
+    """
+
+    token: bytes
+    route: Route
+    theirs: wire.Side
+    template: PairTemplate
+    watch: ProcessWatch | None
+    heard: float
+    prepared: int | None = None
+    lost: bool = False
+    broken: bool = False
+    """The way to the peer is gone, so that only a new handshake brings it back."""
+    former: bytes = b""
+    coming: bytes = b""
+
+    @property
+    def agent(self) -> str:
+        """The other side's agent name."""
+        return self.theirs.agent
+
+    def addresses(self, region: NDArray[np.int64], offset: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Addresses in the other side's memory."""
+        return addresses(self.theirs.regions, region, offset)
+
+
+def addresses(
+    regions: tuple[Region, ...], region: NDArray[np.int64], offset: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """The absolute addresses of offsets into regions."""
+    bases = np.fromiter((one.address for one in regions), np.uint64, len(regions))
+    return np.asarray(bases[region] + offset.astype(np.uint64), np.uint64)

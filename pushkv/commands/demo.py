@@ -53,6 +53,8 @@ def _run(args: argparse.Namespace) -> int:
     from pushkv.trace import write_chrome
 
     settings = _settings(args)
+    if args.trace:
+        write_chrome(args.trace, [])  # what cannot be written is better told now
     progress = Progress("requests done", settings.workload.count)
     watch = Watch(lambda line: print(f"pushkv demo: {line}", file=sys.stderr), progress.advance)
     try:

@@ -88,6 +88,11 @@ class Judgement:
             if self._received(one) and ahead in (None, one.name in self.run.ahead)
         )
 
+    def from_offer(self) -> Times:
+        """Of the requests offered late: from the offer, which found the prompt computed, to 'KV received'."""
+        late = (self._course(one) for one in self.run.requests if one.name not in self.run.ahead)
+        return Times.of((one.received - one.offered) / 1e9 for one in late if one.received and one.offered)
+
     def ttft(self) -> Times:
         """From the dispatch of all requests to each one's first token."""
         starts = (self._course(one).first_token - self.run.dispatched_ns for one in self.run.requests)
@@ -102,7 +107,7 @@ class Judgement:
     def as_json(self) -> dict[str, Any]:
         """One object; times in milliseconds."""
         run, handover, ttft, raw = self.run, self.handover(), self.ttft(), Times.of(self.run.raw_seconds)
-        ahead, late = self.handover(True), self.handover(False)
+        ahead, late, from_offer = self.handover(True), self.handover(False), self.from_offer()
         return {
             "ok": not self.troubles,
             "tokens_equal": self.tokens_equal,
@@ -119,6 +124,8 @@ class Judgement:
             "handover_ahead_ms_p99": ahead.p99,
             "handover_late_ms_p50": late.p50,
             "handover_late_ms_p99": late.p99,
+            "late_offer_to_received_ms_p50": from_offer.p50,
+            "late_offer_to_received_ms_p99": from_offer.p99,
             "raw_write_bytes": RAW_BYTES,
             "raw_write_ms_p50": raw.p50,
             "raw_write_ms_p99": raw.p99,
@@ -165,6 +172,7 @@ class Judgement:
             ("prefill done to KV received", _pair(self.handover())),
             ("  offered ahead", _pair(self.handover(True))),
             ("  offered late", _pair(self.handover(False))),
+            ("  offered late, from the offer", _pair(self.from_offer())),
         ]
         if run.raw_seconds:
             facts.append((f"raw NIXL WRITE of {format_bytes(RAW_BYTES)}", _pair(Times.of(run.raw_seconds))))

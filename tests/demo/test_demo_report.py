@@ -30,6 +30,7 @@ def made_run() -> Run:
         key, start = f"key {number}", number * 10 * MS
         prefill.instant("prefill done", "engine", request.name, start)
         prefill.span("WRITE", "transfers", key, start, start + MS, bytes=1024, descriptors=3)
+        decode.instant("offer sent", "transfers", key, start + MS)
         decode.span("offer to end", "transfers", key, start, start + (number + 1) * 2 * MS)
         decode.instant("first token", "requests", request.name, start + 5 * MS)
     settings = DemoSettings()
@@ -60,6 +61,7 @@ def test_the_numbers_come_from_the_recordings() -> None:
     assert (found["bytes"], found["descriptors"], found["descriptors_before"]) == (2048, 6, 8)
     assert (found["handover_ms_p50"], found["handover_ms_p99"]) == (3.0, 3.98)
     assert (found["handover_ahead_ms_p50"], found["handover_late_ms_p50"]) == (2.0, 4.0)
+    assert found["late_offer_to_received_ms_p50"] == 3.0
     assert (found["ttft_ms_p50"], found["raw_write_ms_p50"], found["seconds"]) == (15.0, 2.0, 0.025)
 
 

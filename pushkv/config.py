@@ -11,7 +11,15 @@ import msgspec
 from pushkv.core.limits import Limits
 from pushkv.errors import ConfigError
 
+LONGEST = 86400.0
+"""No deadline and no lease is longer than a day, in seconds."""
+
 C = TypeVar("C", bound=msgspec.Struct)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; choose {' or '.join(map(repr, allowed))}.")
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +28,9 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     parameters: dict[str, str] = msgspec.field(default_factory=dict)
     progress_thread_delay_us: int = 10_000
+
+    def __post_init__(self) -> None:
+        _one_of("nixl.backend", self.backend, ("UCX", "LIBFABRIC"))
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +63,21 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"engine is {self.engine!r}; give a name of 1 to 200 characters.")
         if self.rank < 0:
             raise ConfigError(f"rank is {self.rank}; count ranks from 0.")
+        _one_of("transport", self.transport, ("nixl", "memory"))
         for name in ("connect_timeout", "silence", "stall", "idle_poll", "due_poll"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0.")
+        _check_limits(self.limits)
+
+
+def _check_limits(limits: Limits) -> None:
+    for field in msgspec.structs.fields(limits):
+        value = getattr(limits, field.name)
+        if not value > 0:
+            raise ConfigError(f"limits.{field.name} is {value}; give a number above 0.")
+    for name in ("deadline", "lease", "stage_deadline"):
+        if getattr(limits, name) > LONGEST:
+            raise ConfigError(f"limits.{name} is {getattr(limits, name)} s; give at most a day ({LONGEST:g} s).")
 
 
 def read_config(cls: type[C], settings: Mapping[str, Any]) -> C:

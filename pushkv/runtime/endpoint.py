@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.cache import KVCache
-from pushkv.config import EndpointConfig
+from pushkv.config import LONGEST, EndpointConfig
 from pushkv.core.commands import Command
 from pushkv.core.messages import Blocks, Table
 from pushkv.core.prompt import DIGEST_BYTES
@@ -43,8 +43,6 @@ LONG_AWAY = 1.0
 """Seconds without a tick after which it was this process that was not there, and no peer's silence counts."""
 MOST_EVENTS = 1 << 16
 """How many events wait to be taken: an engine that waits on transfers instead must not gather them for ever."""
-LONGEST = 86400.0
-"""No deadline is longer than a day, in seconds."""
 _kept: list[object] = []
 """What is still in somebody's custody when its endpoint closes: it lives as long as the process."""
 

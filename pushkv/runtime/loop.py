@@ -126,7 +126,8 @@ class TransferThread:
 
     def _count_error(self) -> None:
         self.errors += 1
-        log.exception("The transfer thread goes on after an error.")
+        if self.errors.bit_count() == 1:  # the first, second, fourth, …: an error may come with every look
+            log.exception("The transfer thread goes on after an error (number %d).", self.errors)
 
     def _next_action(self, wait: float) -> Callable[[], None] | None:
         try:

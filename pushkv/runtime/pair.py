@@ -19,7 +19,7 @@ class Pair:
     """One producer rank and one consumer rank that know each other. ``agent`` is the other's.
 
     A new handshake of the same two epochs gives a new token. Whichever side is behind goes on with the old one for
-    a while, so the last one stays good (``former``), and a producer starts to use the new one when the consumer
+    a while, so the last ones stay good (``former``), and a producer starts to use the new one when the consumer
     has (``coming`` until then): a handshake that failed half-way leaves the pair as it was.
     """
 
@@ -33,8 +33,13 @@ class Pair:
     lost: bool = False
     broken: bool = False
     """The way to the peer is gone, so that only a new handshake brings it back."""
-    former: bytes = b""
+    former: tuple[bytes, ...] = ()
     coming: bytes = b""
+
+    @property
+    def tokens(self) -> tuple[bytes, ...]:
+        """All tokens that are good for this pair."""
+        return (self.token, *self.former, *([self.coming] if self.coming else []))
 
     @property
     def agent(self) -> str:

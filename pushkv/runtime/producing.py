@@ -265,7 +265,12 @@ class Producing(Staging):
         """Take the WRITEs that ended and tell the machine."""
         if self.transport is None or not (self._writes or self.agents):
             return False
-        return self.each(self.transport.poll(), lambda result: self._ended(result, now))
+        try:
+            ended = self.transport.poll()
+        except Exception as error:
+            self.complain("WRITEs cannot be polled", error)
+            return False
+        return self.each(ended, lambda result: self._ended(result, now))
 
     def _ended(self, result: WriteResult, now: float) -> None:
         write = self._writes.pop(result.write, None)

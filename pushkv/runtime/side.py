@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSED = "it has closed"
+FORMER = 8
+"""How many handshakes a WRITE's notification may be behind."""
 REMEMBERED = 4096
 """How many epochs that have ended are remembered, so that a late introduction does not bring one back."""
 
@@ -117,13 +119,27 @@ class Side(Work):
         """Take notifications and ended WRITEs, fire timers."""
         busy = False
         if self.transport is not None:
-            busy = self.each(self.transport.receive(), lambda came: self.frame(came[1]))
+            busy = self.each(self._receive(), lambda came: self.frame(came[1]))
             busy |= self.poll_writes(now)
         self._base_machine.tick(now)
         busy |= self.run_commands()
         if busy:
             self.measure()
         return busy
+
+    def _receive(self) -> list[tuple[str, bytes]]:
+        assert self.transport is not None
+        try:
+            return self.transport.receive()
+        except Exception as error:
+            self.complain("Notifications cannot be taken", error)
+            return []
+
+    def complain(self, what: str, error: Exception) -> None:
+        """The data mover fails at what is done all the time: deadlines hold nevertheless, and logs stay small."""
+        self.shared.stats["errors"] += 1
+        if self.shared.stats["errors"].bit_count() == 1:  # the first, second, fourth, …
+            log.error("%s: %s", what, error)
 
     def each(self, items: Iterable[T], act: Callable[[T], object]) -> bool:
         """Deal with what the data mover gave, which it gives once; an error costs its own item alone."""
@@ -290,10 +306,12 @@ class Side(Work):
         self.regain(pair, pair.heard)
 
     def adopt(self, pair: Pair, token: bytes) -> None:
-        """Use this token from now on; the last one stays good for what is on its way."""
+        """Use this token from now on; the last ones stay good for what is on its way."""
         if token != pair.token:
-            self.pairs.pop(pair.former, None)
-            pair.former, pair.token, pair.coming = pair.token, token, b""
+            pair.former, pair.token, pair.coming = (*pair.former, pair.token), token, b""
+            for old in pair.former[:-FORMER]:
+                self.pairs.pop(old, None)
+            pair.former = pair.former[-FORMER:]
             self.pairs[token] = pair
 
     def heard_from(self, pair: Pair, token: bytes, route: Route | None) -> None:
@@ -356,7 +374,7 @@ class Side(Work):
 
     def forget(self, pair: Pair) -> None:
         """Drop a pair that is dead and proven harmless."""
-        for token in (pair.token, pair.former, pair.coming):
+        for token in pair.tokens:
             self.pairs.pop(token, None)
         self.agents.pop(pair.agent, None)
         self.ended[pair.agent] = None

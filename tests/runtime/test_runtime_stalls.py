@@ -1,0 +1,188 @@
+"""A call into the data mover that never returns: the watchdog, and what becomes of everything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
+
+from pushkv import Outcome
+from pushkv.errors import HandshakeRefused, TransportError
+from pushkv.runtime.turn import MOST_A_LOOK, Abandoned, Turn
+from pushkv.transport.memory import MemoryTransport, Network
+from pushkv.transport.memory_network import Network as NetworkOf
+
+STALL = 0.3
+
+
+def pushes(scene: Scene, count: int = 4) -> list[Pushed]:
+    producer = scene.producer(cache=cache_of(fill(memory_of())), stall=STALL)
+    consumer = scene.consumer()
+    return [Pushed(producer, consumer, f"r{n}", [3 * n, 3 * n + 1, 3 * n + 2], [40 + 3 * n, 41 + 3 * n, 42 + 3 * n],
+                   10) for n in range(count)]  # fmt: skip
+
+
+def thread_of(agent: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if agent in thread.name]
+
+
+def test_a_producer_stuck_in_a_write(scene: Scene) -> None:
+    stuck, waiting, parts, fenced = pushes(scene)
+    producer, consumer = stuck.scene_producer, stuck.scene_consumer
+    link = consumer.connect(producer.address)
+    transfers = [push.offer(link) for push in (stuck, waiting, parts, fenced)]
+    part = parts.stage(ready=4)
+    until(lambda: parts.arrived(0, 4))
+    behind = fenced.stage(fence=Gate())
+    scene.network.block_posts(producer.agent, consumer.agent)
+    first = producer._transfer._thread
+    stage = stuck.stage()
+    assert [transfer.wait(WAIT) for transfer in transfers] == [Outcome.TRANSPORT_ERROR] * 4
+    assert "did not return for 0.3 s" in transfers[0].detail
+    assert "WRITE" in producer.stalled
+    assert [one.wait(WAIT) for one in (stage, part, behind)] == [Outcome.TRANSPORT_ERROR] * 3
+    assert part.wait_released(WAIT)
+    assert behind.wait_released(WAIT)
+    assert not stage.released, "the WRITE may still read its blocks"
+    assert not transfers[0].released, "and its bytes may still land"
+    assert transfers[1].wait_released(WAIT)
+    assert transfers[2].wait_released(WAIT)
+
+    with pytest.raises(HandshakeRefused, match=r"data mover is stuck .* restart it"):
+        consumer.connect(producer.address)
+    late = Pushed(producer, consumer, "late", [60], [60], 4)
+    assert late.stage().wait(WAIT) is Outcome.TRANSPORT_ERROR
+    assert late.offer(link).wait(WAIT) is Outcome.TRANSPORT_ERROR
+    assert producer.stats()["transfer threads given up"] == 1
+
+    knows(producer, 0)
+    producer.events()
+    before = dict(vars(producer._side)), producer.events(), producer.stats().get("writes", 0)
+    scene.network.unblock_posts()
+    first.join(WAIT)
+    assert not first.is_alive()
+    after = dict(vars(producer._side)), producer.events(), producer.stats().get("writes", 0)
+    assert after == before, "the old thread touches nothing"
+    assert transfers[0].outcome is Outcome.TRANSPORT_ERROR
+    assert producer.close(0.1) is False
+    assert not producer._transfer._thread.is_alive()
+    scene.kill(producer)
+    assert transfers[0].wait_released(WAIT)
+
+
+def test_a_consumer_stuck_in_a_notification(scene: Scene) -> None:
+    producer, other = scene.producer(cache=cache_of(fill(memory_of()))), scene.producer("q")
+    consumer = scene.consumer(stall=STALL)
+    link, second = consumer.connect(producer.address), consumer.connect(other.address)
+    push, more = (Pushed(producer, consumer, f"r{n}", [3 * n, 3 * n + 1, 3 * n + 2], [40 + 3 * n, 41 + 3 * n,
+                  42 + 3 * n], 10) for n in range(2))  # fmt: skip
+    waiting = consumer.offer("elsewhere", second, [1], prompt=bytes(32), prompt_tokens=4)
+    knows(other, 1)
+    scene.network.block_posts(consumer.agent, producer.agent)
+    stuck, queued = push.offer(link), more.offer(link)
+    assert [one.wait(WAIT) for one in (stuck, queued, waiting)] == [Outcome.TRANSPORT_ERROR] * 3
+    assert "send to" in consumer.stalled
+    assert all(one.wait_released(WAIT) for one in (stuck, queued, waiting)), "Drained comes another way"
+    assert consumer.offer("late", link, [2], prompt=bytes(32), prompt_tokens=4).wait(WAIT) is Outcome.TRANSPORT_ERROR
+    with pytest.raises(TransportError, match="data mover is stuck"):
+        consumer.connect(other.address)
+    assert "no answer" not in consumer.path(link.agents[0])
+    assert consumer.close(WAIT)
+
+
+def test_a_handshake_that_gets_stuck(scene: Scene) -> None:
+    producer, consumer = scene.producer(stall=STALL), scene.consumer()
+    scene.network.block_posts(producer.agent)
+    with pytest.raises(Exception, match="first WRITE has not arrived"):
+        consumer.connect(producer.address, timeout=1.5)
+    assert producer.stalled
+    with pytest.raises(HandshakeRefused, match="stuck"):
+        consumer.connect(producer.address)
+
+
+def test_closing_while_a_call_does_not_return(scene: Scene) -> None:
+    (push,) = pushes(scene, 1)
+    producer, consumer = push.scene_producer, push.scene_consumer
+    link = consumer.connect(producer.address)
+    push.offer(link)
+    knows(producer, 1)
+    scene.network.block_posts(producer.agent)
+    push.stage()
+    assert producer.close(2 * STALL) is False
+    until(lambda: not producer._control._thread.is_alive())
+    assert producer.close() is False, "the same answer again"
+    scene.kill(producer)
+
+
+def test_a_data_mover_that_does_not_close(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = scene.producer(stall=STALL)
+    never = threading.Event()
+    monkeypatch.setattr(MemoryTransport, "close", lambda self: never.wait(WAIT))
+    assert producer.close(4 * STALL) is False
+    never.set()
+    until(lambda: not producer._transfer._thread.is_alive())
+
+
+class TestTurn:
+    def test_a_long_absence_of_the_watchdog_is_not_the_calls_fault(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As after SIGSTOP and SIGCONT: the clock went on while nobody ran."""
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        turn, seen = Turn(), []
+
+        def call() -> None:
+            seen.append(turn.seize(5.0))
+            now[0] += 60.0
+            seen.append(turn.seize(5.0))
+            for _ in range(int(5.0 / MOST_A_LOOK) - 1):
+                now[0] += MOST_A_LOOK
+                seen.append(turn.seize(5.0))
+
+        with pytest.raises(Abandoned):
+            turn.away("a call", call)
+        assert seen[:-1] == [None] * (len(seen) - 1)
+        assert seen[-1] == "a call"
+
+    def test_many_short_calls_are_not_a_long_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        turn = Turn()
+        for _ in range(200):
+            now[0] += 0.05
+            assert turn.away("a call", lambda: turn.seize(0.1)) is None
+
+    def test_whoever_was_taken_over_from_may_make_no_call(self) -> None:
+        turn = Turn()
+
+        def call() -> None:
+            turn.seize(1e-9)
+            until(lambda: turn.seize(1e-9))
+
+        with pytest.raises(Abandoned):
+            turn.away("a call", call)
+        with pytest.raises(Abandoned):
+            turn.away("another", lambda: pytest.fail("was called"))
+
+
+def test_a_data_mover_that_fails_at_everything_leaves_deadlines_alone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (push,) = pushes(scene, 1)
+    link = push.scene_consumer.connect(push.scene_producer.address)
+
+    def fail(self: NetworkOf, *_: object) -> None:
+        raise TransportError("the agent is broken")
+
+    fails: Callable[..., None] = fail
+    transfer, stage = push.offer(link, deadline=0.3), push.scene_producer.stage(
+        "other", [1], prompt=bytes(32), prompt_tokens=4, deadline=0.3
+    )  # fmt: skip
+    monkeypatch.setattr(Network, "take", fails)
+    monkeypatch.setattr(Network, "ended", fails)
+    assert transfer.wait(WAIT) is Outcome.EXPIRED
+    assert stage.wait(WAIT) is Outcome.EXPIRED
+    monkeypatch.undo()
+    assert transfer.wait_released(WAIT)

@@ -98,7 +98,7 @@ def test_the_table_tells_what_moved_by_what_and_how_fast(table: subprocess.Compl
         (["--requests", "1"], "ask for at least 2 requests"),
         (["--prefill-tp", "3"], "rank 0 of 3 cannot hold a share"),
         (["--decode-block", "0"], "use at least 1"),
-        (["--decode-order", "NHC"], "axis order 'NHC' is not known; use HND, NHD"),
+        (["--decode-order", "NHC"], "axis order 'NHC' is not known; use block-outer, HND, NHD"),
         (["--chunk", "0"], "a chunk of 0 tokens"),
     ],
 )

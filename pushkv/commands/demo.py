@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument(f"--{side}-tp", type=int, metavar="N", help=f"{side} ranks (default: 1)")
         parser.add_argument(f"--{side}-block", type=int, metavar="N", help=f"{side} tokens a block (default: 16)")
         parser.add_argument(
-            f"--{side}-order", metavar="AXES", help=f"{side} axes: HND (default), NHD, block-outer, or six letters"
+            f"--{side}-order", metavar="AXES", help=f"{side} axes: block-outer (default), HND, NHD, or six letters"
         )
     parser.set_defaults(run=run)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
-from multiprocessing.connection import wait
 
 from pushkv import Consumer, EndpointConfig, KVCache, Producer
 from pushkv.core.layouts import shard
 from pushkv.demo.decoding import Decode
 from pushkv.demo.engine import Engine, Place, RouterGone
+from pushkv.demo.environment import belong_to_parent
 from pushkv.demo.group import Group, Pipe
 from pushkv.demo.model import Model
 from pushkv.demo.paged import PagedCache
@@ -31,8 +27,7 @@ SWITCH_INTERVAL_S = 20e-6
 
 def run_rank(spec: RankSpec, router: Pipe, group: Sequence[Pipe]) -> None:
     """Run an engine until the router ends it. What goes wrong is told to the router in one sentence."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the router ends us
-    threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
+    belong_to_parent()
     logging.basicConfig(level=logging.ERROR, format=f"{spec.name}: %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -42,14 +37,6 @@ def run_rank(spec: RankSpec, router: Pipe, group: Sequence[Pipe]) -> None:
         sys.exit(1)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         sys.exit(1)  # the router or another rank is gone, and the router knows or needs no word
-
-
-def _end_with_parent() -> None:
-    """No rank outlives the command, however that ends: this also ends one that is stuck in a call."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _serve(place: Place) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pushkv.demo.environment import belong_to_parent
 from pushkv.transport.nixl_import import find_nixl
 
 SIZES = (32 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -37,13 +38,13 @@ def measure(sizes: Sequence[int] = SIZES, repeats: int = 20, *, module: str = ""
     target.start()
     theirs.close()
     try:
-        return _send(ours, sizes, repeats, module)
-    finally:
+        times = _send(ours, sizes, repeats, module)
         ours.close()
         target.join(WAIT_S)
-        if target.is_alive():
-            target.kill()
-            target.join()
+    finally:
+        target.kill()
+        target.join()
+    return times
 
 
 def _agent(name: str, size: int, module: str) -> tuple[Any, Any, Bytes]:
@@ -63,6 +64,7 @@ def _agent(name: str, size: int, module: str) -> tuple[Any, Any, Bytes]:
 
 def _receive(pipe: Pipe, size: int, module: str) -> None:
     """The target: says when each notification came, until the pipe is closed."""
+    belong_to_parent()
     _, agent, memory = _agent("raw-target", size, module)
     pipe.send((agent.getLocalMD(), memory.ctypes.data))
     try:

@@ -11,7 +11,7 @@ from pushkv.demo.weights import ModelConfig
 from pushkv.demo.workload import Request, Workload
 from pushkv.errors import ConfigError
 
-ORDERS = {"HND": AXES, "NHD": "LSBNHC", "block-outer": "BLSHNC"}
+ORDERS = {"block-outer": "BLSNHC", "HND": AXES, "NHD": "LSBNHC"}
 """Names of axis orders, outermost axis first; any other order of the same letters does too."""
 
 
@@ -31,7 +31,7 @@ class Layout:
 
     tp: int = 1
     block_size: int = 16
-    order: str = "HND"
+    order: str = "block-outer"
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.block_size < 1:

@@ -1,9 +1,15 @@
-"""The decode engine: it offers blocks for the requests it is told of, and generates once their KV is there."""
+"""The decode engine: it offers blocks for the requests it is told of, and generates once their KV is there.
+
+A thread of its own takes requests in and makes the offers, as an engine whose compute runs on a device does while
+that is busy. Here the compute holds the engine's thread for a whole step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from pushkv import Consumer, Link, Outcome, prompt_digest
 from pushkv.core.commands import Command, Ended, Released
@@ -11,8 +17,9 @@ from pushkv.demo.engine import Engine, News, Place
 from pushkv.demo.generate import DecodeLoop
 from pushkv.demo.model import Model
 from pushkv.demo.paged import BlockIds, PagedCache, blocks_for
-from pushkv.demo.words import Generated, Offered
+from pushkv.demo.words import Dispatch, Generated, Offered, ToRank
 from pushkv.demo.workload import Request
+from pushkv.errors import PushKVError
 from pushkv.trace import now
 
 
@@ -37,7 +44,19 @@ class Decode(Engine):
         self._consumer, self._link = consumer, link
         self._loop = DecodeLoop(model, cache)
         self._taken: dict[str, _Taken] = {}
+        self._admission = threading.Lock()
+        self._offered: SimpleQueue[_Taken] = SimpleQueue()
+        self._words: SimpleQueue[ToRank | Exception] = SimpleQueue()
         self.keys: dict[str, str] = {}
+        threading.Thread(target=self._take_in, name="decode intake", daemon=True).start()
+
+    def words(self) -> Iterator[ToRank]:
+        """What the intake has left over; raises what it ended with."""
+        while not self._words.empty():
+            word = self._words.get()
+            if isinstance(word, Exception):
+                raise word
+            yield word
 
     def events(self) -> list[Command]:
         """What the consumer has seen."""
@@ -52,16 +71,37 @@ class Decode(Engine):
                 news.released.append(event.key.transfer)
 
     def compute(self) -> bool:
-        """Offer, let in what has come, generate, and free what is done."""
-        while self.waiting and self._fits(self.waiting[0]):
-            self._offer(self.waiting.popleft())
+        """Let in what has come, generate, and free what is done."""
+        while not self._offered.empty():
+            taken = self._offered.get()
+            self._taken[taken.request.name] = taken
         for name, taken in self._taken.items():
             if taken.joined is None and not taken.done and (ended := self.ended(name)) is not None:
                 self._start(taken, *ended)
         busy = self._generate()
         for name in [name for name, taken in self._taken.items() if taken.done and self.released(name)]:
-            self.pool.free(self._taken.pop(name).table)
+            with self._admission:
+                self.pool.free(self._taken.pop(name).table)
+            self._admit(())
         return busy
+
+    def _take_in(self) -> None:
+        """On the intake's thread: offer blocks for requests the moment the router names them."""
+        try:
+            while True:
+                word = self.place.pipe.recv()
+                if isinstance(word, Dispatch):
+                    self._admit(word.requests)
+                else:
+                    self._words.put(word)
+        except (PushKVError, EOFError, OSError) as error:
+            self._words.put(error)
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        with self._admission:
+            self.waiting.extend(requests)
+            while self.waiting and self._fits(self.waiting[0]):
+                self._offer(self.waiting.popleft())
 
     def _fits(self, request: Request) -> bool:
         return blocks_for(request.length, self.cache.block_size) <= self.pool.free_count
@@ -78,9 +118,9 @@ class Decode(Engine):
             prompt_tokens=len(request.prompt),
             stop=wanted,
         )
-        self._taken[request.name] = _Taken(request, table)
         self.keys[request.name] = str(transfer.key)
-        self.tell(Offered(request.name))
+        self._offered.put(_Taken(request, table))
+        self.tell_alone(Offered(request.name))
 
     def _start(self, taken: _Taken, outcome: Outcome, detail: str) -> None:
         request = taken.request

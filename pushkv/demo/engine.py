@@ -6,10 +6,11 @@ same and decide the same. An engine's thread calls the public API of its endpoin
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pushkv import Outcome
@@ -19,7 +20,7 @@ from pushkv.demo.group import Group, Pipe
 from pushkv.demo.model import Model
 from pushkv.demo.paged import BlockPool, PagedCache
 from pushkv.demo.settings import RankSpec
-from pushkv.demo.words import Dispatch, Finish, FromRank
+from pushkv.demo.words import Dispatch, Finish, FromRank, ToRank
 from pushkv.demo.workload import Request
 from pushkv.errors import PushKVError
 from pushkv.trace import Trace
@@ -65,6 +66,7 @@ class Engine(ABC):
         self._endings: defaultdict[str, list[tuple[Outcome, str]]] = defaultdict(list)
         self._releases: Counter[str] = Counter()
         self._finish_by: float | None = None
+        self._telling = threading.Lock()
 
     def run(self) -> None:
         """Step until the router says that there is no more and all blocks are back, or do not come back."""
@@ -88,7 +90,17 @@ class Engine(ABC):
     def tell(self, word: FromRank) -> None:
         """Tell the router; rank 0 speaks for its side."""
         if self.place.spec.rank == 0:
+            self.tell_alone(word)
+
+    def tell_alone(self, word: FromRank) -> None:
+        """Tell the router, for this rank; from any thread."""
+        with self._telling:
             self.place.pipe.send(word)
+
+    def words(self) -> Iterator[ToRank]:
+        """What the router has said since the last call; by default it speaks to rank 0 alone."""
+        while self.place.spec.rank == 0 and self.place.pipe.poll():
+            yield self.place.pipe.recv()
 
     def ended(self, name: str, parties: int = 0) -> tuple[Outcome, str] | None:
         """A transfer's outcome over all ranks, the worst of theirs; None while one of ``parties`` is missing."""
@@ -116,8 +128,7 @@ class Engine(ABC):
 
     def _listen(self) -> News:
         news = News()
-        while self.place.spec.rank == 0 and self.place.pipe.poll():
-            word = self.place.pipe.recv()
+        for word in self.words():
             if isinstance(word, Dispatch):
                 news.requests.extend(word.requests)
             elif isinstance(word, Finish):
@@ -133,4 +144,5 @@ class Engine(ABC):
             return False
         back = self.pool.free_count == self.pool.blocks
         late = time.monotonic() > self._finish_by
-        return any(self.place.group.all_gather(back or late))
+        ranks = self.place.group.all_gather((back, late))
+        return all(back for back, _ in ranks) or any(late for _, late in ranks)

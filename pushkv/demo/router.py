@@ -6,6 +6,7 @@ half decode is told only when their prompts are computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def run_demo(settings: DemoSettings, watch: Watch | None = None) -> Run:
         path = _connect(crew, watch)
         ahead = frozenset(request.name for request in requests[::2])
         dispatched = now()
-        generated = _dispatch(crew, requests, ahead, watch)
+        generated = _dispatch(crew, settings, requests, ahead, watch)
         finished = now()
         # Decode first: prefill's last stages end when decode has what it wants.
         reports = _finish(crew, Side.DECODE) | _finish(crew, Side.PREFILL)
@@ -105,24 +106,27 @@ def _connect(crew: Crew, watch: Watch) -> str:
 
 
 def _dispatch(
-    crew: Crew, requests: tuple[Request, ...], ahead: frozenset[str], watch: Watch
+    crew: Crew, settings: DemoSettings, requests: tuple[Request, ...], ahead: frozenset[str], watch: Watch
 ) -> dict[str, Generated]:  # fmt: skip
     """Send every request to both sides, at the right time, and wait for what decode makes of them."""
     late = {request.name: request for request in requests if request.name not in ahead}
-    to_offer = set(ahead)
+    offers = Counter[bool]()
+    all_offers = {True: settings.decode.tp * len(ahead), False: settings.decode.tp * len(late)}
     generated: dict[str, Generated] = {}
     prefilled: set[str] = set()
-    crew.tell(Side.DECODE, Dispatch(tuple(request for request in requests if request.name in ahead)))
-    while len(generated) + len(prefilled) < 2 * len(requests):
+    early = Dispatch(tuple(request for request in requests if request.name in ahead))
+    crew.tell(Side.DECODE, early, all_ranks=True)
+    # Words of different processes overtake one another, so each is waited for.
+    while offers != all_offers or len(generated) + len(prefilled) < 2 * len(requests):
         for spec, word in crew.hear():
             if isinstance(word, Offered):
-                to_offer.discard(word.name)
-                if not to_offer and word.name in ahead:
+                offers[word.name in ahead] += 1
+                if word.name in ahead and offers[True] == all_offers[True]:
                     crew.tell(Side.PREFILL, Dispatch(requests))
             elif isinstance(word, Prefilled):
                 prefilled.add(word.name)
                 if word.name in late:
-                    crew.tell(Side.DECODE, Dispatch((late.pop(word.name),)))
+                    crew.tell(Side.DECODE, Dispatch((late.pop(word.name),)), all_ranks=True)
             elif isinstance(word, Generated):
                 generated[word.name] = word
                 watch.done()

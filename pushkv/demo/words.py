@@ -35,14 +35,14 @@ class Connected:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """To rank 0 of a side: requests to take up, in order."""
+    """To rank 0 of prefill, to every rank of decode: requests to take up, in order."""
 
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True)
 class Offered:
-    """Decode has offered its blocks for a request."""
+    """A decode rank has offered its blocks for a request."""
 
     name: str
 

@@ -47,7 +47,7 @@ from pushkv.transport.host import ProcessWatch
 
 log = logging.getLogger(__name__)
 
-SEARCH = 5.0
+SEARCH = 1.0
 """Seconds between looks for proof that lost producers have ended, where no blocks wait for it."""
 
 

@@ -270,7 +270,8 @@ class Endpoint(Generic[S]):
         log.error("%s: %s; its transfer thread is given up and its memory stays registered.", self.agent, detail)
         self.stalled = detail
         self._shared.stats["transfer threads given up"] += 1
-        _kept.append(self)
+        # The data mover too: were it collected when the call returns at last, its memory would be deregistered.
+        _kept.extend((self, self._side.transport))
         self._side.transport = None
         self._side.grounded = detail
         self._transfer = self._transfer.successor(self._side)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -91,6 +93,33 @@ def test_a_consumer_stuck_in_a_notification(scene: Scene) -> None:
         consumer.connect(other.address)
     assert "no answer" not in consumer.path(link.agents[0])
     assert consumer.close(WAIT)
+
+
+def test_the_data_mover_outlives_the_call_that_got_stuck(scene: Scene) -> None:
+    """Collected, it would deregister memory that a WRITE may still touch."""
+    made: list[weakref.ref[MemoryTransport]] = []
+
+    def transport(agent: str) -> MemoryTransport:
+        one = MemoryTransport(scene.network, agent)
+        made.append(weakref.ref(one))
+        return one
+
+    scene.transport = transport  # type: ignore[method-assign]
+    (push,) = pushes(scene, 1)
+    producer = push.scene_producer
+    link = push.scene_consumer.connect(producer.address)
+    transfer = push.offer(link)
+    knows(producer, 1)
+    first = producer._transfer._thread
+    scene.network.block_posts(producer.agent)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
+    scene.network.unblock_posts()
+    first.join(WAIT)
+    del first
+    gc.collect()
+    assert made[0]() is not None
+    scene.kill(producer)
 
 
 def test_a_handshake_that_gets_stuck(scene: Scene) -> None:

@@ -1,0 +1,132 @@
+"""Endpoints in processes of their own, over real NIXL, that do as they are told and can be killed or stopped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from runtime.scene import QUICK, WAIT
+
+from pushkv import Consumer, EndpointConfig, KVCache, Link, Producer, Transfer
+from pushkv.runtime.ending import Ending
+
+Pipe = multiprocessing.connection.Connection
+BLOCK = 1 << 20
+"""Bytes a block; one token each, so that tokens count blocks."""
+BLOCKS = 320
+SILENCE = 3.0
+"""Seconds; signs of life come every second."""
+
+
+def make_cache(fill: int) -> KVCache:
+    """One layer of 320 MiB. Block b of a filled cache holds the byte 1 + b % 250."""
+    array = np.zeros((1, BLOCKS, 1, BLOCK), np.uint8)
+    if fill:
+        array[:] = (1 + np.arange(BLOCKS) % 250).astype(np.uint8)[None, :, None, None]
+    return KVCache.of(array, "LBNC", model="m")
+
+
+def make_config(engine: str, **more: Any) -> EndpointConfig:
+    return EndpointConfig(engine=engine, limits=QUICK, **{"silence": SILENCE, **more})
+
+
+class Role:
+    """What a child process can be told: its methods, by name."""
+
+    def __init__(self, kind: str, engine: str, settings: dict[str, Any]) -> None:
+        config, cache = make_config(engine, **settings), make_cache(kind == "producer")
+        self.end: Producer | Consumer = (Producer if kind == "producer" else Consumer)(config, cache)
+        self.array = cache.arrays[0]
+        self.stages: dict[str, Ending] = {}
+        self.transfers: dict[str, Transfer] = {}
+        self.link: Link | None = None
+
+    def address(self) -> str:
+        assert isinstance(self.end, Producer)
+        return self.end.address
+
+    def stage(self, name: str, first: int, count: int) -> None:
+        assert isinstance(self.end, Producer)
+        blocks = range(first, first + count)
+        self.stages[name] = self.end.stage(name, list(blocks), prompt=bytes(32), prompt_tokens=count)
+
+    def connect(self, address: str) -> None:
+        assert isinstance(self.end, Consumer)
+        self.link = self.end.connect(address, WAIT)
+
+    def offer(self, name: str, first: int, count: int) -> None:
+        assert isinstance(self.end, Consumer)
+        assert self.link is not None
+        blocks = list(range(first, first + count))
+        self.transfers[name] = self.end.offer(name, self.link, blocks, prompt=bytes(32), prompt_tokens=count)
+
+    def outcome(self, name: str) -> str:
+        outcome = {**self.stages, **self.transfers}[name].wait(WAIT)
+        return "" if outcome is None else outcome.value
+
+    def close(self) -> bool:
+        return self.end.close(WAIT)
+
+
+def serve(pipe: Pipe, kind: str, engine: str, settings: dict[str, Any]) -> None:
+    """The child's main loop."""
+    role = Role(kind, engine, settings)
+    pipe.send(None)
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send(getattr(role, name)(*arguments))
+        except Exception:
+            pipe.send(traceback.format_exc())
+
+
+@dataclass
+class Actor:
+    """The parent's handle on a child."""
+
+    process: multiprocessing.process.BaseProcess
+    pipe: Pipe
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have it do something without waiting for the answer."""
+        self.pipe.send((name, arguments))
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(WAIT), "the child does not answer"
+        return self.pipe.recv()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
+        answer = self.answer()
+        assert not (isinstance(answer, str) and answer.startswith("Traceback")), answer
+        return answer
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+            self.process.join(WAIT)
+
+
+def start(kind: str, engine: str, **settings: Any) -> Actor:
+    """Start a child; it is ready when this returns."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, kind, engine, settings), daemon=True)
+    process.start()
+    theirs.close()
+    actor = Actor(process, ours)
+    assert actor.answer() is None
+    return actor

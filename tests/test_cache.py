@@ -1,0 +1,87 @@
+"""Describing a rank's cache, and what cannot be described."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pushkv import KVCache
+from pushkv.core.geometry import Kind
+from pushkv.core.layouts import Packing, Shard
+from pushkv.core.memory import Region
+from pushkv.errors import BackendError, GeometryError, UnclaimedDevice
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def test_one_array_of_all_layers() -> None:
+    kv = array(3, 2, 8, 2, 4, 16)
+    cache = KVCache.of(kv, "LSBHNC", model="m", revision=None)
+    (group,) = cache.geometry.groups
+    assert [layer.name for layer in group.layers] == ["layer.0", "layer.1", "layer.2"]
+    assert (group.blocks, group.block_size, group.head_start, group.head_stop, group.total_heads) == (8, 4, 0, 2, 2)
+    assert cache.regions == (Region(kv.ctypes.data, kv.nbytes),)
+    assert cache.home == ("DRAM", 0)
+    assert cache.arrays == (kv,)
+    assert dict(cache.factors.items)["model"] == "m"
+    assert dict(cache.factors.items)["revision"] == "null"
+    assert cache.backend.name == "cpu"
+
+
+def test_one_array_a_layer() -> None:
+    layers = {f"model.layers.{n}": array(2, 8, 4, 2, 16) for n in range(3)}
+    cache = KVCache.of(layers, "SBNHC")
+    assert [layer.name for layer in cache.geometry.groups[0].layers] == list(layers)
+    assert len(cache.regions) == 3
+
+
+def test_layers_named_and_heads_of_the_model() -> None:
+    cache = KVCache.of(
+        array(2, 8, 4, 2, 16), "LBNHC", layers=("a", "b"), shard=Shard(2, 4, 8), packing=Packing.CONTENT
+    )
+    (group,) = cache.geometry.groups
+    assert [layer.name for layer in group.layers] == ["a", "b"]
+    assert (group.head_start, group.head_stop, group.total_heads) == (2, 4, 8)
+
+
+def test_a_latent_cache_without_heads() -> None:
+    cache = KVCache.of(array(2, 8, 4, 64), "LBNC", kind=Kind.LATENT)
+    (group,) = cache.geometry.groups
+    assert (group.kind, group.total_heads) == (Kind.LATENT, 1)
+
+
+def test_no_array() -> None:
+    with pytest.raises(GeometryError, match="There is no array to describe; give at least one"):
+        KVCache.of({}, "SBNHC")
+
+
+@pytest.mark.parametrize("axes", ["LSBHN", "LSBHNX", "LLBHNC"])
+def test_axes_that_do_not_fit(axes: str) -> None:
+    with pytest.raises(GeometryError):
+        KVCache.of(array(3, 2, 8, 2, 4, 16), axes)
+
+
+def test_an_array_on_a_device_nobody_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pushkv.plugins.device_type_of", lambda array: "npu")
+    with pytest.raises(UnclaimedDevice, match=r"known: cpu, cuda\); install .* claims 'npu'"):
+        KVCache.of(array(2, 8, 4, 64), "LBNC")
+
+
+def test_something_that_is_no_array() -> None:
+    with pytest.raises(BackendError, match="a list cannot be described; pass a numpy array or a torch tensor"):
+        KVCache.of([1, 2], "LB")
+
+
+def test_two_devices() -> None:
+    cache = KVCache.of(array(2, 8, 4, 64), "LBNC")
+    regions = (cache.regions[0], Region(1 << 30, 64, 1, "VRAM"))
+    with pytest.raises(GeometryError, match="an endpoint serves one device: split it"):
+        KVCache(cache.geometry, regions, cache.factors, cache.backend)
+
+
+def test_a_geometry_beyond_its_regions() -> None:
+    cache = KVCache.of(array(2, 8, 4, 64), "LBNC")
+    with pytest.raises(GeometryError, match="which has 64 bytes"):
+        KVCache(cache.geometry, (Region(cache.regions[0].address, 64),), cache.factors, cache.backend)

@@ -26,11 +26,11 @@ from pushkv.core.messages import (
     TransferKey,
 )
 from pushkv.core.outcome import Outcome
-from pushkv.core.receiving import Order, OrderAtRank, Pairing, Transfer, block_sets, random_nonce
-from pushkv.core.span import Coverage, same_spans
+from pushkv.core.receiving import Held, Order, OrderAtRank, Pairing, Transfer, block_sets, random_nonce
+from pushkv.core.span import Coverage
 from pushkv.core.states import RECEIVING, TARGET, OutcomeEvent, Receiving, Target, TargetEvent, step
 from pushkv.core.timers import Timers
-from pushkv.errors import GeometryError, ProtocolError
+from pushkv.errors import ProtocolError
 
 
 @dataclass
@@ -50,7 +50,8 @@ class ConsumerMachine:
         self._pairings: dict[str, Pairing] = {}
         self._nonces: dict[bytes, tuple[TransferKey, str]] = {}
         self._newest: dict[tuple[str, str, str, int], TransferKey] = {}
-        self._held: list[set[int]] = []
+        self._held = Held()
+        self._gone: set[str] = set()
         self._commands: list[Command] = []
 
     # What the engine asks
@@ -73,8 +74,7 @@ class ConsumerMachine:
         transfer = Transfer(order, now + wait, ranks, blocks)
         self._transfers[order.key] = transfer
         self._newest[order.key.base] = order.key
-        for held, mine in zip(self._held, blocks, strict=False):
-            held |= mine
+        self._held.take(blocks)
         self.timers.set(("deadline", order.key), transfer.deadline)
         for peer, rank in ranks.items():
             self._nonces[rank.nonce] = (order.key, peer)
@@ -101,7 +101,7 @@ class ConsumerMachine:
     def held_blocks(self, state: Target | None = None) -> int:
         """How many blocks are in custody over all groups; with ``state``, those of transfers with a rank in it."""
         if state is None:
-            return sum(len(held) for held in self._held)
+            return len(self._held)
         return sum(
             sum(map(len, transfer.blocks))
             for transfer in self._transfers.values()
@@ -116,14 +116,20 @@ class ConsumerMachine:
     # What the runtime tells
 
     def connected(self, peer: str, now: float) -> None:
-        """A producer epoch is connected, for the first time or again."""
+        """A producer epoch is connected, for the first time or again; one whose end was proven stays gone."""
+        if peer in self._gone:
+            self.counts["connected after its end"] += 1
+            return
         pairing = self._pairings.setdefault(peer, Pairing(self.limits.window))
-        if not pairing.live:
-            pairing.live = True
-            self.timers.cancel(("proof", peer))
-            for key in list(pairing.open.values()):
-                self._move(key, peer, TargetEvent.REGAIN)
-                self._send_cancel(key, peer, now)
+        if pairing.live:
+            return
+        pairing.live = True
+        self.timers.cancel(("proof", peer))
+        # The floor comes first: a Cancel beyond the window that the producer knows is not taken in.
+        self._renew(peer, now)
+        for key in list(pairing.open.values()):
+            self._move(key, peer, TargetEvent.REGAIN)
+            self._send_cancel(key, peer, now)
 
     def peer_lost(self, peer: str, detail: str, now: float) -> None:
         """A producer cannot be reached. Its transfers end; its blocks wait for proof: loss is none."""
@@ -139,7 +145,10 @@ class ConsumerMachine:
             self.timers.set(("proof", peer), now)
 
     def writes_ended(self, peer: str, now: float) -> None:
-        """The transport has proof that no WRITE of this producer epoch can land any more."""
+        """The transport has proof that no WRITE of this producer epoch can land any more.
+
+        That ends the epoch for good, so that its numbering can be forgotten: it is never connected again.
+        """
         pairing = self._pairings.get(peer)
         if pairing is None:
             return
@@ -150,6 +159,7 @@ class ConsumerMachine:
             self._settle(key, now)
         self.timers.cancel(("proof", peer))
         del self._pairings[peer]
+        self._gone.add(peer)
 
     def receive(self, peer: str, message: ToConsumer, now: float) -> None:
         """Take in a message of a peer whose token was right. Never raises for what it says."""
@@ -199,14 +209,7 @@ class ConsumerMachine:
         if lost:
             raise ProtocolError(f"{order.key} is offered to {lost}, which is not connected: connect first")
         blocks = block_sets(order.into)
-        while len(self._held) < len(blocks):
-            self._held.append(set())
-        for group, (held, mine) in enumerate(zip(self._held, blocks, strict=False)):
-            if not held.isdisjoint(mine):
-                raise GeometryError(
-                    f"{order.key} offers blocks {sorted(held & mine)[:8]} of group {group} while an earlier offer of "
-                    "them lacks proof: wait for its release or take other blocks"
-                )
+        self._held.check(order.key, blocks)
         return blocks
 
     def _is_live(self, peer: str) -> bool:
@@ -303,15 +306,12 @@ class ConsumerMachine:
             self.counts["stray complete"] += 1
             return
         try:
-            fresh = rank.coverage.add(message.part, message.spans)
+            fresh = rank.coverage.add(message.part, message.spans, message.whole)
         except ValueError as error:
             self._finish(key, Outcome.REJECTED_GEOMETRY, f"{peer}: {error}", now)
             return
         if not fresh:
             self.counts["duplicate complete"] += 1
-        elif message.whole is not None and not same_spans(message.whole, rank.coverage.owed):
-            detail = f"{peer} sends {message.whole}, owed {rank.coverage.owed}"
-            self._finish(key, Outcome.REJECTED_TOKENS, detail, now)
         elif rank.coverage.full:
             self._move(key, peer, TargetEvent.COVER)
             self._settle(key, now)
@@ -386,8 +386,7 @@ class ConsumerMachine:
         del self._transfers[key]
         if self._newest.get(key.base) == key:
             del self._newest[key.base]
-        for held, mine in zip(self._held, transfer.blocks, strict=False):
-            held -= mine
+        self._held.give_back(transfer.blocks)
         for peer, rank in transfer.ranks.items():
             del self._nonces[rank.nonce]
             self._pump(peer, now)

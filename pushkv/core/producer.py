@@ -8,10 +8,10 @@ before a message gets here, and carries out Post commands in order, at once.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pushkv.core.commands import AskProof, Command, Ended, Post, Send
-from pushkv.core.limits import Limits
+from pushkv.core.commands import Command, Post
+from pushkv.core.custodian import Custodian
 from pushkv.core.messages import (
     Ack,
     Blocks,
@@ -26,33 +26,18 @@ from pushkv.core.messages import (
 )
 from pushkv.core.outcome import Outcome
 from pushkv.core.sending import Customer, Owed, Serving
-from pushkv.core.stages import Outbox, Stage, Stages
-from pushkv.core.states import SENDING, SOURCE, OutcomeEvent, Sending, Source, SourceEvent, step
-from pushkv.core.timers import Timers
+from pushkv.core.stages import Stage
+from pushkv.core.states import OutcomeEvent, Sending, Source, SourceEvent
 
 
 @dataclass
-class ProducerMachine:
-    """One producer rank's side of every transfer it knows of.
-
-    ``rank`` and ``epoch`` go into each Complete. ``counts`` tallies what was dropped and why.
-    """
-
-    rank: int
-    epoch: str
-    limits: Limits = field(default_factory=Limits)
-    timers: Timers = field(default_factory=Timers)
-    counts: Counter[str] = field(default_factory=Counter)
+class ProducerMachine(Custodian):
+    """One producer rank's side of every transfer it knows of."""
 
     def __post_init__(self) -> None:
-        self._out = Outbox()
-        self._stages = Stages(self._out, self.limits.unmatched)
-        self._customers: dict[str, Customer] = {}
-        self._serving: dict[str, list[Serving]] = {}
-        self._writes: dict[int, Serving] = {}
-        self._next_write = 1
-        self._unmatched = 0
+        super().__post_init__()
         self._closing: tuple[Outcome, str] | None = None
+        self._gone: set[str] = set()
 
     # What the engine asks
 
@@ -76,7 +61,7 @@ class ProducerMachine:
         if self._stages.put(stage):
             wait = self.limits.stage_deadline if deadline is None else deadline
             self.timers.set(("stage", transfer), now + wait)
-        for serving in list(self._serving.get(transfer, ())):
+        for serving in self._book.of(transfer):
             self._meet(serving, now)
         self._settle_stage(transfer)
 
@@ -86,7 +71,7 @@ class ProducerMachine:
         Then stage again with fresh blocks to go on from the first unsent token, or :meth:`unstage`. Unknown ids
         are fine.
         """
-        self._stages.suspend(transfer, self._reads(transfer))
+        self._stages.suspend(transfer, self._book.reads(transfer))
 
     def unstage(self, transfer: str, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
         """End a stage from this side: its open transfers fail with ``outcome``. Unknown ids are fine."""
@@ -94,7 +79,7 @@ class ProducerMachine:
         if stage is None:
             return
         self._stages.end(stage, outcome, detail)
-        for serving in list(self._serving.get(transfer, ())):
+        for serving in self._book.of(transfer):
             self._fail(serving, outcome, detail or "cancelled by the producer's engine", now)
         self._settle_stage(transfer)
 
@@ -106,20 +91,19 @@ class ProducerMachine:
     ) -> None:
         """Refuse new offers from now on, for this reason; those that have met no stage fail too."""
         self._closing = (outcome, detail)
-        for servings in list(self._serving.values()):
-            for serving in list(servings):
-                if serving.state is Sending.OFFERED:
-                    self._fail(serving, outcome, detail, now)
+        for serving in self._book:
+            if serving.state is Sending.OFFERED:
+                self._fail(serving, outcome, detail, now)
 
     @property
     def reading(self) -> int:
         """How many transfers' source blocks may still be read."""
-        return sum(serving.reads for servings in self._serving.values() for serving in servings)
+        return sum(serving.reads for serving in self._book)
 
     @property
     def open_transfers(self) -> int:
         """How many transfers have no outcome yet."""
-        return sum(s.state is not Sending.OVER for servings in self._serving.values() for s in servings)
+        return sum(serving.state is not Sending.OVER for serving in self._book)
 
     @property
     def staged(self) -> int:
@@ -128,18 +112,21 @@ class ProducerMachine:
 
     def custody(self) -> Counter[Source]:
         """How many transfers are in which custody."""
-        return Counter(serving.custody for servings in self._serving.values() for serving in servings)
+        return Counter(serving.custody for serving in self._book)
 
     # What the runtime tells
 
     def connected(self, peer: str, owed: Owed, now: float) -> None:
-        """A consumer epoch is connected, for the first time or again."""
-        customer = self._customers.setdefault(peer, Customer(owed, self.limits.window))
+        """A consumer epoch is connected, for the first time or again; one whose end was proven stays gone."""
+        if peer in self._gone:
+            self.counts["connected after its end"] += 1
+            return
+        customer = self._book.customers.setdefault(peer, Customer(owed, self.limits.window))
         customer.owed, customer.lost = owed, False
 
     def peer_lost(self, peer: str, detail: str, now: float) -> None:
         """A consumer cannot be reached: its transfers end. What is in flight stays in custody."""
-        customer = self._customers.get(peer)
+        customer = self._book.customers.get(peer)
         if customer is None or customer.lost:
             return
         customer.lost = True
@@ -150,35 +137,35 @@ class ProducerMachine:
         self.timers.set(("proof", peer), now)
 
     def writes_ended(self, peer: str, now: float) -> None:
-        """The transport has proof that no WRITE to this consumer epoch reads or writes memory any more."""
-        customer = self._customers.get(peer)
-        if customer is None:
+        """The transport has proof that no WRITE to this consumer epoch reads or writes memory any more.
+
+        That ends the epoch for good, so that its floor can be forgotten: it is never connected again.
+        """
+        if peer not in self._book.customers:
             return
-        for serving in list(customer.live.values()):
-            if serving.custody in (Source.STUCK, Source.DRAINING):
-                self._forget_writes(serving)
-                self._move(serving, SourceEvent.PROVE)
-                self._settle(serving)
+        self.peer_lost(peer, "its writes have ended", now)
+        for serving in list(self._book.customers[peer].live.values()):
+            self._book.end_writes(serving)
+            self._move(serving, SourceEvent.PROVE)
+            self._settle(serving)
         self.timers.cancel(("proof", peer))
-        if customer.lost and not customer.live:
-            del self._customers[peer]
+        del self._book.customers[peer]
+        self._gone.add(peer)
 
     def write_done(self, write: int, now: float) -> None:
         """A WRITE has ended and its bytes are there."""
-        serving = self._writes.pop(write, None)
+        serving = self._book.end_write(write)
         if serving is None:
             return
-        serving.writes.discard(write)
         self._read_ended(serving)
 
     def write_failed(
         self, write: int, outcome: Outcome, detail: str, now: float, reached: bool = True
     ) -> None:  # fmt: skip
         """A WRITE has failed. Unless it never ``reached`` the transport, its bytes may still travel."""
-        serving = self._writes.pop(write, None)
+        serving = self._book.end_write(write)
         if serving is None:
             return
-        serving.writes.discard(write)
         if reached and serving.custody is not Source.STUCK:
             self._move(serving, SourceEvent.STRAND)
         self._fail(serving, outcome, detail, now)
@@ -189,7 +176,7 @@ class ProducerMachine:
 
     def receive(self, peer: str, message: ToProducer, now: float) -> None:
         """Take in a message of a peer whose token was right. Never raises for what it says."""
-        customer = self._customers.get(peer)
+        customer = self._book.customers.get(peer)
         if customer is None or customer.lost:
             self.counts["stray"] += 1
             return
@@ -244,7 +231,7 @@ class ProducerMachine:
         if offer.sequence in customer.live:
             self.counts["duplicate offer"] += 1
             return
-        if self._unmatched >= self.limits.unmatched and offer.key.transfer not in self._stages:
+        if self._book.unmatched >= self.limits.unmatched and offer.key.transfer not in self._stages:
             customer.bury(offer.sequence, Outcome.REJECTED_BUSY)
             self._answer_dead(peer, customer, offer)
             return
@@ -260,10 +247,9 @@ class ProducerMachine:
 
     def _admit(self, peer: str, customer: Customer, offer: Offer, now: float) -> None:
         serving = Serving(peer, offer, sent=offer.start)
-        self._unmatched += 1
-        customer.live[offer.sequence] = serving
-        rivals = [s for s in self._serving.get(offer.key.transfer, ()) if s.offer.key.base == offer.key.base]
-        self._serving.setdefault(offer.key.transfer, []).append(serving)
+        rivals = self._book.rivals(offer.key)
+        self._book.add(serving)
+        self._stages.sibling_back(offer.key)
         self.timers.set(("deadline", peer, offer.sequence), now + offer.remaining)
         for rival in rivals:
             older = min(rival, serving, key=lambda s: s.offer.key.attempt)
@@ -275,9 +261,10 @@ class ProducerMachine:
     def _on_cancel(self, peer: str, customer: Customer, cancel: Cancel, now: float) -> None:
         serving = customer.live.get(cancel.sequence)
         if serving is None:
+            if customer.may_start(cancel.sequence):
+                self._sibling_done(cancel.key, cancel.outcome)
             customer.bury(cancel.sequence)
             self._say(peer, Drained(cancel.key, cancel.sequence))
-            self._stages.sibling_done(cancel.key.base, cancel.outcome)
             self._settle_stage(cancel.key.transfer)
             return
         serving.answer_due = True
@@ -298,8 +285,7 @@ class ProducerMachine:
             if refusal is not None:
                 self._fail(serving, *refusal, now)
                 return
-            self._unmatched -= 1
-            serving.state = step(SENDING, serving.state, OutcomeEvent.MATCH)
+            self._book.decide(serving, OutcomeEvent.MATCH)
         if serving.state is Sending.MATCHED:
             self._advance(serving, stage)
 
@@ -309,7 +295,7 @@ class ProducerMachine:
         stop = min(stage.ready, offer.stop)
         if stage.blocks is None or (stop <= start and offer.start < offer.stop):
             return
-        customer = self._customers[serving.peer]
+        customer = self._book.customers[serving.peer]
         serving.sent = stop
         if spans := customer.owed(start, stop, offer.stop):
             whole = customer.owed(offer.start, offer.stop, offer.stop) if stop == offer.stop else None
@@ -318,133 +304,9 @@ class ProducerMachine:
         self._maybe_complete(serving)
 
     def _post(self, serving: Serving, source: Blocks, start: int, stop: int, complete: Complete) -> None:
-        offer, write = serving.offer, self._next_write
-        self._next_write += 1
-        serving.parts += 1
-        serving.writes.add(write)
-        self._writes[write] = serving
+        offer, write = serving.offer, self._book.start_write(serving)
         self._move(serving, SourceEvent.POST)
         assert isinstance(offer.into, Blocks)
         self._out.put(
             Post(write, serving.peer, offer.key, source, offer.into, start, stop, offer.stop, complete)
         )  # fmt: skip
-
-    def _read_ended(self, serving: Serving) -> None:
-        if serving.writes or serving.custody not in (Source.READING, Source.DRAINING):
-            return
-        self._move(serving, SourceEvent.LAST_DONE)
-        self._maybe_complete(serving)
-        self._settle(serving)
-
-    def _maybe_complete(self, serving: Serving) -> None:
-        if serving.state is Sending.MATCHED and serving.custody is Source.IDLE and serving.sent >= serving.offer.stop:
-            self._over(serving, OutcomeEvent.ALL_SENT, Outcome.COMPLETE, "")
-            self._stop(serving)
-
-    # Failure, outcome, custody
-
-    def _fail(self, serving: Serving, outcome: Outcome, detail: str, now: float) -> None:
-        """Say that a transfer will not complete, until the consumer answers or the deadline passes."""
-        if serving.state in (Sending.FAILING, Sending.OVER):
-            return
-        if serving.state is Sending.OFFERED:
-            self._unmatched -= 1
-        serving.state = step(SENDING, serving.state, OutcomeEvent.FAIL)
-        serving.failing, serving.detail = outcome, detail[:2000]
-        self._say_failed(serving)
-        self.timers.set(
-            ("failed", serving.peer, serving.offer.sequence), now + self.limits.resend_wait(0)
-        )  # fmt: skip
-        self._stop(serving)
-
-    def _say_failed(self, serving: Serving, stuck: bool = False) -> None:
-        outcome = serving.failing or Outcome.TRANSPORT_ERROR
-        stuck = stuck or serving.custody is Source.STUCK
-        message = Failed(serving.offer.key, serving.offer.sequence, outcome, serving.detail, stuck)
-        self._say(serving.peer, message, serving.tries)
-
-    def _resend_failed(self, peer: str, sequence: int, now: float) -> None:
-        customer = self._customers.get(peer)
-        serving = None if customer is None or customer.lost else customer.live.get(sequence)
-        if serving is None or serving.state is not Sending.FAILING:
-            return
-        serving.tries = min(serving.tries + 1, self.limits.most_tries())
-        self._say_failed(serving)
-        self.timers.set(("failed", peer, sequence), now + self.limits.resend_wait(serving.tries))
-
-    def _deadline(self, peer: str, sequence: int) -> None:
-        customer = self._customers.get(peer)
-        serving = None if customer is None else customer.live.get(sequence)
-        if serving is not None:
-            outcome = serving.failing or Outcome.EXPIRED
-            self._over(serving, OutcomeEvent.END, outcome, serving.detail or "its deadline passed")
-            self._stop(serving)
-
-    def _lease_over(self, peer: str, now: float) -> None:
-        """The lease bounds what may be started: what has unsent tokens ends; what is in flight goes on."""
-        customer = self._customers.get(peer)
-        for serving in [] if customer is None else list(customer.live.values()):
-            if serving.state is Sending.OFFERED or serving.sent < serving.offer.stop:
-                self._fail(serving, Outcome.EXPIRED, "its lease was not renewed", now)
-
-    def _over(self, serving: Serving, event: OutcomeEvent, outcome: Outcome, detail: str) -> None:
-        if serving.state is Sending.OVER:
-            return
-        if serving.state is Sending.OFFERED:
-            self._unmatched -= 1
-        if serving.failing is outcome:
-            detail = serving.detail
-        serving.state = step(SENDING, serving.state, event)
-        offer = serving.offer
-        self.timers.cancel(("deadline", serving.peer, offer.sequence))
-        self.timers.cancel(("failed", serving.peer, offer.sequence))
-        self._out.put(Ended(offer.key, outcome, detail))
-        self._stages.sibling_done(offer.key.base, outcome)
-
-    def _stop(self, serving: Serving) -> None:
-        """Nothing more will be posted for this offer."""
-        if serving.custody in (Source.IDLE, Source.READING):
-            self._move(serving, SourceEvent.STOP)
-        self._settle(serving)
-
-    def _move(self, serving: Serving, event: SourceEvent) -> None:
-        serving.custody = step(SOURCE, serving.custody, event)
-
-    def _forget_writes(self, serving: Serving) -> None:
-        for write in serving.writes:
-            self._writes.pop(write, None)
-        serving.writes.clear()
-
-    def _settle(self, serving: Serving) -> None:
-        """Answer a Cancel whose WRITEs have ended, and forget what is over with custody ended."""
-        if serving.custody is not Source.ENDED:
-            return
-        offer, customer = serving.offer, self._customers[serving.peer]
-        if serving.answer_due and not customer.lost:
-            serving.answer_due = False
-            self._say(serving.peer, Drained(offer.key, offer.sequence))
-        if serving.state is Sending.OVER and offer.sequence in customer.live:
-            customer.bury(offer.sequence)
-            self._serving[offer.key.transfer].remove(serving)
-            if not self._serving[offer.key.transfer]:
-                del self._serving[offer.key.transfer]
-        self._settle_stage(offer.key.transfer)
-
-    def _reads(self, transfer: str) -> bool:
-        return any(serving.reads for serving in self._serving.get(transfer, ()))
-
-    def _settle_stage(self, transfer: str) -> None:
-        if self._stages.settle(transfer, self._reads(transfer)):
-            self.timers.cancel(("stage", transfer))
-
-    def _seek_proof(self, peer: str, now: float) -> None:
-        customer = self._customers.get(peer)
-        reads = customer is not None and any(s.reads for s in customer.live.values())
-        if customer is not None and (reads or customer.lost):
-            self._out.put(AskProof(peer))
-            # With nothing in custody the proof only lets the epoch be forgotten: no hurry.
-            self.timers.set(("proof", peer), now + self.limits.ask_proof * (1 if reads else 100))
-
-    def _say(self, peer: str, message: Ack | Failed | Drained, tries: int = 0) -> None:
-        if not self._customers[peer].lost:
-            self._out.put(Send(peer, message, insist=tries >= self.limits.insist_after))

@@ -13,6 +13,7 @@ from pushkv.core.messages import Blocks, Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Coverage, Span
 from pushkv.core.states import Receiving, Target
+from pushkv.errors import GeometryError
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,38 @@ class Pairing:
         self.next += 1
         self.open[sequence] = key
         return sequence
+
+
+class Held:
+    """The block ids in custody, one set a cache group."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self) -> None:
+        self._groups: list[set[int]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    def check(self, key: TransferKey, blocks: list[frozenset[int]]) -> None:
+        """Raises GeometryError where a block is in custody already, naming it; changes nothing."""
+        for group, (held, mine) in enumerate(zip(self._groups, blocks, strict=False)):
+            if not held.isdisjoint(mine):
+                raise GeometryError(
+                    f"{key} offers blocks {sorted(held & mine)[:8]} of group {group} while an earlier offer of "
+                    "them lacks proof: wait for its release or take other blocks"
+                )
+
+    def take(self, blocks: list[frozenset[int]]) -> None:
+        """Put blocks into custody."""
+        self._groups += [set() for _ in blocks[len(self._groups) :]]
+        for held, mine in zip(self._groups, blocks, strict=False):
+            held |= mine
+
+    def give_back(self, blocks: list[frozenset[int]]) -> None:
+        """End the custody of blocks."""
+        for held, mine in zip(self._groups, blocks, strict=False):
+            held -= mine
 
 
 def block_sets(into: Blocks | Ring) -> list[frozenset[int]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pushkv.core.messages import Offer
+from pushkv.core.messages import Offer, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
-from pushkv.core.states import Sending, Source
+from pushkv.core.states import SENDING, OutcomeEvent, Sending, Source, step
 
 Owed = Callable[[int, int, int], tuple[Span, ...]]
-"""What this rank owes one consumer rank of tokens ``start`` to ``stop`` of a request that ends at ``end``."""
+"""What this rank owes one consumer rank of tokens ``start`` to ``stop`` of a request offered up to ``end``."""
 
 
 @dataclass
@@ -34,6 +34,11 @@ class Serving:
     def reads(self) -> bool:
         """Whether a WRITE may still read the source blocks."""
         return self.custody in (Source.READING, Source.DRAINING, Source.STUCK)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something is still to be posted for it, as far as it is not over."""
+        return self.state is Sending.OFFERED or self.sent < self.offer.stop
 
 
 @dataclass
@@ -63,8 +68,90 @@ class Customer:
         """Whether the sequence is one that a well-behaved consumer may use now."""
         return sequence < self.floor + self.window
 
+    def may_start(self, sequence: int) -> bool:
+        """Whether an offer of this sequence would be taken in."""
+        return sequence >= self.floor and sequence not in self.live and sequence not in self.dead
+
     def bury(self, sequence: int, refused: Outcome | None = None) -> None:
         """Remember that this offer must never be started."""
         self.live.pop(sequence, None)
         if sequence >= self.floor:
             self.dead[sequence] = refused
+
+
+class Book:
+    """The offers that a producer serves, found by transfer id, by consumer and by WRITE.
+
+    ``unmatched`` counts those that have met no stage.
+    """
+
+    __slots__ = ("_by_transfer", "_by_write", "_next_write", "customers", "unmatched")
+
+    def __init__(self) -> None:
+        self.customers: dict[str, Customer] = {}
+        self._by_transfer: dict[str, list[Serving]] = {}
+        self._by_write: dict[int, Serving] = {}
+        self._next_write = 1
+        self.unmatched = 0
+
+    def __iter__(self) -> Iterator[Serving]:
+        return (serving for servings in list(self._by_transfer.values()) for serving in list(servings))
+
+    def of(self, transfer: str) -> list[Serving]:
+        """The offers of one transfer id."""
+        return list(self._by_transfer.get(transfer, ()))
+
+    def rivals(self, key: TransferKey) -> list[Serving]:
+        """The offers of the same transfer and sibling, whatever their attempt."""
+        return [serving for serving in self.of(key.transfer) if serving.offer.key.base == key.base]
+
+    def reads(self, transfer: str) -> bool:
+        """Whether a WRITE may still read what is staged under this transfer id."""
+        return any(serving.reads for serving in self._by_transfer.get(transfer, ()))
+
+    def find(self, peer: str, sequence: int) -> Serving | None:
+        """The offer of this consumer with this sequence, None where it is not served."""
+        customer = self.customers.get(peer)
+        return None if customer is None else customer.live.get(sequence)
+
+    def add(self, serving: Serving) -> None:
+        """Serve an offer."""
+        self.unmatched += 1
+        self.customers[serving.peer].live[serving.offer.sequence] = serving
+        self._by_transfer.setdefault(serving.offer.key.transfer, []).append(serving)
+
+    def decide(self, serving: Serving, event: OutcomeEvent) -> None:
+        """Move an offer towards its outcome."""
+        self.unmatched -= serving.state is Sending.OFFERED
+        serving.state = step(SENDING, serving.state, event)
+
+    def bury(self, serving: Serving) -> None:
+        """Forget an offer but for its sequence, which must never be started again."""
+        customer, transfer = self.customers[serving.peer], serving.offer.key.transfer
+        if customer.live.get(serving.offer.sequence) is not serving:
+            return
+        customer.bury(serving.offer.sequence)
+        self._by_transfer[transfer].remove(serving)
+        if not self._by_transfer[transfer]:
+            del self._by_transfer[transfer]
+
+    def start_write(self, serving: Serving) -> int:
+        """Number one more WRITE for an offer."""
+        write = self._next_write
+        self._next_write += 1
+        serving.parts += 1
+        serving.writes.add(write)
+        self._by_write[write] = serving
+        return write
+
+    def end_write(self, write: int) -> Serving | None:
+        """Forget a WRITE; the offer that it was for, None where it was forgotten before."""
+        serving = self._by_write.pop(write, None)
+        if serving is not None:
+            serving.writes.discard(write)
+        return serving
+
+    def end_writes(self, serving: Serving) -> None:
+        """Forget all WRITEs for an offer."""
+        for write in list(serving.writes):
+            self.end_write(write)

@@ -49,33 +49,45 @@ class Coverage:
     """What has arrived of the spans that one producer rank owes.
 
     Completeness is about what is covered, not about how many notifications came: parts are disjoint and
-    lie inside what is owed, so they cover it exactly when the areas are equal.
+    lie inside what is owed, so they cover it exactly when the areas are equal. A rank that once said something
+    that does not fit (``disputed``) may have more under way than it says: its coverage proves nothing any more.
     """
 
-    __slots__ = ("_missing", "owed", "parts")
+    __slots__ = ("_missing", "disputed", "owed", "parts")
 
     def __init__(self, owed: tuple[Span, ...]) -> None:
         self.owed = owed
         self.parts: dict[int, tuple[Span, ...]] = {}
         self._missing = sum(span.area for span in owed)
+        self.disputed = False
 
     @property
     def full(self) -> bool:
         """Whether everything owed has arrived."""
-        return self._missing == 0
+        return self._missing == 0 and not self.disputed
 
-    def add(self, part: int, spans: tuple[Span, ...]) -> bool:
-        """Take a part in; False where it is a duplicate. Raises ValueError where it does not fit what is owed."""
-        if part in self.parts:
-            if self.parts[part] != spans:
-                raise ValueError(f"part {part} came twice with different spans")
+    def add(self, part: int, spans: tuple[Span, ...], whole: tuple[Span, ...] | None = None) -> bool:
+        """Take a part in; False where it is a duplicate. ``whole`` is what all parts are said to cover.
+
+        Raises ValueError where it does not fit what is owed, or what came before; the coverage is disputed then.
+        """
+        known = self.parts.get(part)
+        if known == spans:
             return False
-        self._check(part, spans)
+        try:
+            self._check(part, spans, whole)
+        except ValueError:
+            self.disputed = True
+            raise
         self.parts[part] = spans
         self._missing -= sum(span.area for span in spans)
         return True
 
-    def _check(self, part: int, spans: tuple[Span, ...]) -> None:
+    def _check(self, part: int, spans: tuple[Span, ...], whole: tuple[Span, ...] | None) -> None:
+        if part in self.parts:
+            raise ValueError(f"part {part} came twice with different spans")
+        if whole is not None and not same_spans(whole, self.owed):
+            raise ValueError(f"the whole is said to be {whole}, owed are {self.owed}")
         taken = [span for earlier in self.parts.values() for span in earlier]
         for span in spans:
             if not any(span.within(owed) for owed in self.owed):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pushkv.core.commands import Command, StageEnded, StageReleased
-from pushkv.core.messages import Blocks, Offer, Ring
+from pushkv.core.messages import Blocks, Offer, Ring, TransferKey
 from pushkv.core.outcome import Outcome, worst
 from pushkv.errors import ProtocolError
 
@@ -37,7 +37,7 @@ class Stage:
     """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``.
 
     ``suspended`` while the engine wants its blocks back (preemption) and they are still read; ``blocks`` is None
-    once it has them. ``done`` has the outcome of each sibling.
+    once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended.
     """
 
     transfer: str
@@ -46,7 +46,7 @@ class Stage:
     siblings: int
     blocks: Blocks | None = None
     ready: int = 0
-    done: dict[Base, Outcome] = field(default_factory=dict)
+    done: dict[Base, tuple[int, Outcome]] = field(default_factory=dict)
     suspended: bool = False
     over: bool = False
 
@@ -75,7 +75,7 @@ class Stages:
         self._stages: dict[str, Stage] = {}
         # Siblings that ended before their prompt was staged, so that a stage for them need not wait out its
         # deadline. A hint only: no rule rests on it, so it may be evicted.
-        self._early: OrderedDict[Base, Outcome] = OrderedDict()
+        self._early: OrderedDict[Base, tuple[int, Outcome]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -96,7 +96,8 @@ class Stages:
             known.blocks, known.ready = stage.blocks, stage.ready
             return False
         self._stages[stage.transfer] = stage
-        stage.done.update({base: end for base, end in self._early.items() if base[0] == stage.transfer})
+        early = [base for base in self._early if base[0] == stage.transfer]
+        stage.done.update({base: self._early.pop(base) for base in early})
         return True
 
     def _check(self, stage: Stage, known: Stage | None) -> None:
@@ -122,18 +123,23 @@ class Stages:
             stage.ready, stage.suspended = 0, True
             self.settle(transfer, reading)
 
-    def sibling_done(self, base: Base, outcome: Outcome) -> None:
-        """One sibling has ended, unless another attempt of it follows."""
+    def sibling_done(self, key: TransferKey, outcome: Outcome) -> None:
+        """One sibling has ended with this attempt. SUPERSEDED says that another follows, which is what counts."""
         if outcome is Outcome.SUPERSEDED:
             return
-        stage = self._stages.get(base[0])
-        if stage is not None:
-            stage.done[base] = outcome
-            return
-        self._early[base] = outcome
-        self._early.move_to_end(base)
+        stage = self._stages.get(key.transfer)
+        done = self._early if stage is None else stage.done
+        if key.base not in done or done[key.base][0] <= key.attempt:
+            done[key.base] = (key.attempt, outcome)
         if len(self._early) > _REMEMBERED:
             self._early.popitem(last=False)
+
+    def sibling_back(self, key: TransferKey) -> None:
+        """A sibling makes a later attempt: what its earlier ones came to does not count."""
+        stage = self._stages.get(key.transfer)
+        done = self._early if stage is None else stage.done
+        if key.base in done and done[key.base][0] < key.attempt:
+            del done[key.base]
 
     def end(self, stage: Stage, outcome: Outcome, detail: str = "") -> None:
         """Give a stage its outcome, once."""
@@ -147,7 +153,7 @@ class Stages:
         if stage is None:
             return False
         if len(stage.done) >= stage.siblings:
-            self.end(stage, worst(stage.done.values()))
+            self.end(stage, worst(outcome for _, outcome in stage.done.values()))
         if reading or not (stage.over or stage.suspended):
             return False
         if stage.blocks is not None:

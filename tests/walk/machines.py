@@ -2,23 +2,54 @@
 
 Joint states are millions, the states of one machine are thousands, so the walk runs each machine's code once for
 each (state, input) and looks the rest up.
+
+A state is taken up to what can never matter, so that many states become one:
+
+* Counters of drops, limits, and the words of a detail decide nothing. Outcomes that the machines treat alike are
+  one (:func:`plain`).
+* Timers: which may fire is a function of the rest of the state (``due`` of :mod:`walk.timing`), and any of them may
+  fire at any time. That a machine really has set what it must, and that what it has set besides does nothing, is
+  checked for every state that a machine is ever in, before it is taken for its like.
+* ``tries`` and ``acked`` decide when a message is repeated and by which way. In the walk a message once sent can be
+  delivered for ever, so a repetition is nothing new.
+* The floor, lease and rest of time of an offer that has been admitted were used when it came.
+* Where an offer is over, why it failed; where nothing more will be posted for it, how far it was posted. Whether a
+  Cancel is still to be answered: the Cancel stays in the network until it is. Of a stage that is over, only whether
+  its blocks are still out.
+* Indexes over what is listed elsewhere (their agreement is checked, too).
+* WRITEs are numbered by (consumer epoch, sequence, part) instead of in the order they were posted.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from pushkv.core.commands import Command
+from pushkv.core.commands import AskProof, Command, Post
+from pushkv.core.messages import Offer
 from pushkv.core.outcome import Outcome
-from pushkv.core.timers import Timers
+from pushkv.core.producer import ProducerMachine
+from pushkv.core.sending import Serving
+from pushkv.core.stages import Stage
+from pushkv.core.states import Sending
 
 M = TypeVar("M")
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)
-_IGNORED = {"counts", "limits", "nonce", "owed", "_out", "_commands", "detail"}
+_IGNORED = frozenset(
+    "counts limits nonce owed detail timers tries acked _out _commands _next_write _by_write _by_transfer".split()
+)
+
+
+class Step(NamedTuple):
+    """What a machine does with one input: its state after, its commands, and its words if it refused."""
+
+    after: int
+    commands: tuple[Command, ...]
+    refusal: str
 
 
 def plain(outcome: Outcome) -> Outcome:
@@ -29,69 +60,81 @@ def plain(outcome: Outcome) -> Outcome:
 
 
 def freeze(value: Any) -> Any:
-    """A hashable picture of a machine's state. Timers count by name: the walk lets any of them fire at any time."""
+    """A hashable picture of a machine's state, without what never matters."""
     if isinstance(value, Outcome):
         return plain(value)
+    if isinstance(value, Offer):
+        return (value.key, value.sequence, value.nonce, value.into)
     if isinstance(value, _ATOMS):
         return value
-    if isinstance(value, Timers):
-        return frozenset(value.pending())
+    if isinstance(value, Serving):
+        return _freeze_serving(value)
+    if isinstance(value, Stage) and value.over:
+        return (value.transfer, value.blocks is None)
     if isinstance(value, dict):
-        return tuple((freeze(key), freeze(item)) for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])))
+        return tuple(
+            (freeze(key), freeze(item)) for key, item in sorted(value.items(), key=lambda pair: repr(pair[0]))
+        )
     if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
         return tuple(freeze(item) for item in value)
     if isinstance(value, set):
         return frozenset(value)
-    if callable(value) and not hasattr(value, "__dict__"):
-        return repr(value)
     names = list(getattr(value, "__dict__", ())) or list(getattr(type(value), "__slots__", ()))
     return tuple(freeze(getattr(value, name)) for name in names if name not in _IGNORED)
 
 
-class Machines(Generic[M]):
-    """Numbered states of one kind of machine."""
+def _freeze_serving(serving: Serving) -> Any:
+    going = serving.state in (Sending.OFFERED, Sending.MATCHED)
+    return (
+        freeze(serving.offer),
+        serving.state,
+        serving.custody,
+        frozenset(serving.writes),
+        (serving.sent, serving.parts) if going and serving.sent < serving.offer.stop else None,
+        freeze(serving.failing) if serving.state is Sending.FAILING else None,
+    )
 
-    def __init__(self) -> None:
+
+class Machines(Generic[M]):
+    """Numbered states of one kind of machine. ``check`` sees every state, also those taken for their like."""
+
+    def __init__(self, check: Callable[[M], None]) -> None:
+        self._check = check
         self._numbers: dict[Any, int] = {}
         self._pickles: list[bytes] = []
-        self._timers: list[tuple[Any, ...]] = []
-        self._steps: dict[tuple[int, Any], tuple[int, tuple[Command, ...], str]] = {}
         self._facts: dict[tuple[int, str], Any] = {}
+        self.steps: dict[tuple[int, Any], Step] = {}
 
     def __len__(self) -> int:
         return len(self._pickles)
 
     def number(self, machine: M) -> int:
         """The number of a machine's state."""
+        self._check(machine)
         frozen = freeze(machine)
         known = self._numbers.get(frozen)
         if known is None:
             known = self._numbers[frozen] = len(self._pickles)
             self._pickles.append(pickle.dumps(machine))
-            self._timers.append(tuple(sorted(machine.timers.pending(), key=repr)))  # type: ignore[attr-defined]
         return known
 
-    def timers(self, state: int) -> tuple[Any, ...]:
-        """The timers that are set in a state."""
-        return self._timers[state]
+    def fact(self, state: int, ask: Callable[[M], Any]) -> Any:
+        """Something asked of a state, once; ``ask`` is a named function."""
+        key = (state, ask.__name__)
+        if key not in self._facts:
+            self._facts[key] = ask(pickle.loads(self._pickles[state]))
+        return self._facts[key]
 
-    def fact(self, state: int, name: str, ask: Callable[[M], Any]) -> Any:
-        """Something asked of a state, once."""
-        known = self._facts.get((state, name), self)
-        if known is self:
-            known = self._facts[state, name] = ask(pickle.loads(self._pickles[state]))
-        return known
-
-    def step(self, state: int, method: str, *args: Any) -> tuple[int, tuple[Command, ...], str]:
-        """Call a method in a state: the state after, the commands it gave, and its error if it refused."""
+    def step(self, state: int, method: str, *args: Any) -> Step:
+        """Call a method in a state."""
         key = (state, (method, args))
-        known = self._steps.get(key)
+        known = self.steps.get(key)
         if known is None:
-            known = self._steps[key] = self._run(state, method, args)
+            known = self.steps[key] = self._run(state, method, args)
         return known
 
-    def _run(self, state: int, method: str, args: tuple[Any, ...]) -> tuple[int, tuple[Command, ...], str]:
-        machine = pickle.loads(self._pickles[state])
+    def _run(self, state: int, method: str, args: tuple[Any, ...]) -> Step:
+        machine: Any = pickle.loads(self._pickles[state])
         if method == "fire":
             machine.timers.cancel(args[0])
         try:
@@ -99,7 +142,24 @@ class Machines(Generic[M]):
         except (AssertionError, KeyError, AttributeError, TypeError):
             raise
         except Exception as refusal:
-            return state, (), f"{type(refusal).__name__}: {refusal}"
+            return Step(state, (), f"{type(refusal).__name__}: {refusal}")
         machine.counts.clear()
-        commands = tuple(machine.commands())
-        return self.number(machine), commands, ""
+        commands = tuple(command for command in machine.commands() if not isinstance(command, AskProof))
+        if isinstance(machine, ProducerMachine):
+            commands = _renumber(machine, commands)
+        return Step(self.number(machine), commands, "")
+
+
+def _renumber(machine: ProducerMachine, commands: tuple[Command, ...]) -> tuple[Command, ...]:
+    return tuple(_rename(machine, command) if isinstance(command, Post) else command for command in commands)
+
+
+def _rename(machine: ProducerMachine, post: Post) -> Post:
+    book = machine._book
+    book._next_write = 1
+    serving = book._by_write.pop(post.write)
+    write = 1000 * (1 + int(post.peer[1:])) + 10 * serving.offer.sequence + post.complete.part
+    serving.writes.discard(post.write)
+    serving.writes.add(write)
+    book._by_write[write] = serving
+    return replace(post, write=write)

@@ -3,174 +3,233 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from pushkv.core.messages import TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 
-from walk.world import FREE, PROMPT, TOKENS, Flight, Rules, World, blocks, land, order, owed
+from walk import facts
+from walk.rules import Move, Parcel, Rules
+from walk.world import BLOCKS, OTHER_PROMPT, PROMPT, TOKENS, Env, Flight, World, block_table, key_of, owed
 
-Move = tuple[str, World]
-
-
-def moves(r: Rules, w: World) -> Iterator[Move]:
-    """All moves from a state, each with the state after it. A broken rule raises Violation."""
-    yield from _deliveries(r, w)
-    yield from _timers(r, w)
-    yield from _consumer_engine(r, w)
-    if not w.p_dead:
-        yield from _producer_engine(r, w)
-    yield from _wire(r, w)
-    yield from _losses(r, w)
-    yield from _deaths(r, w)
+Named = tuple[tuple[Any, ...], World]
+Engine = tuple[Move, Env]
 
 
-def _deliveries(r: Rules, w: World) -> Iterator[Move]:
-    for message in w.to_c:
-        yield f"C gets {message}", r.after_c(w, r.cs.step(w.c, "receive", f"p{w.p_life}", message, 0.0))
-    for message in w.to_p if not w.p_dead else ():
-        yield f"P gets {message}", r.after_p(w, r.ps.step(w.p, "receive", f"c{w.c_life}", message, 0.0))
+class Moves:
+    """The moves of a set of rules. What an engine may do depends on little, so it is looked up."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._p: dict[tuple[int, Env], list[Engine]] = {}
+        self._c: dict[tuple[int, int, Env], list[Engine]] = {}
+
+    def of(self, w: World) -> Iterator[Named]:
+        """All moves from a state, each with the state after it. A broken rule raises Violation."""
+        r, env = self.rules, w.env
+        for move in r.view_c(w.c, w.to_c, env).moves:
+            yield ("C", *move.name), r.after_c(w, move, env)
+        for move, after in self._consumer(w):
+            made = r.after_c(w, move, after)
+            r.effects.check_targets(made, -1)
+            yield ("C", *move.name), made
+        if not env.p_dead:
+            for move in r.view_p(w.p, w.to_p, env).moves:
+                yield ("P", *move.name), r.after_p(w, move, env)
+            for move, after in self._producer(w):
+                yield ("P", *move.name), r.after_p(w, move, after)
+            yield from _told(r, w)
+            yield from _losses(r, w)
+        yield from _landings(r, w)
+        yield from _proofs(r, w)
+        yield from _deaths(r, w)
+
+    def _consumer(self, w: World) -> list[Engine]:
+        """What the consumer's engine does, and what the consumer is told about the producer."""
+        p_side = 0 if w.env.p_dead else w.p
+        known = self._c.get((w.c, p_side, w.env))
+        if known is None:
+            known = self._c[w.c, p_side, w.env] = list(_consumer_engine(self.rules, w))
+        return known
+
+    def _producer(self, w: World) -> list[Engine]:
+        known = self._p.get((w.p, w.env))
+        if known is None:
+            known = self._p[w.p, w.env] = list(_producer_engine(self.rules, w.p, w.env))
+        return known
 
 
-def _timers(r: Rules, w: World) -> Iterator[Move]:
-    for timer in r.cs.timers(w.c):
-        yield f"C timer {timer}", r.after_c(w, r.cs.step(w.c, "fire", timer, 0.0))
-    if not w.p_dead:
-        for timer in r.ps.timers(w.p):
-            after = w._replace(staged=-2) if timer[0] == "stage" else w
-            yield f"P timer {timer}", r.after_p(after, r.ps.step(w.p, "fire", timer, 0.0))
+def _consumer_engine(r: Rules, w: World) -> Iterator[Engine]:
+    c, env = w.c, w.env
+    connected = r.cs.fact(c, facts.reachable_producers)
+    most = r.bounds.attempts if env.c_life == 0 else 1
+    if env.offered < most and env.p_name in connected:
+        yield from _offers(r, c, env)
+    for key in r.cs.fact(c, facts.held_keys) if r.bounds.cancels else ():
+        yield r.c_move(c, env, ("cancels", key), "cancel", key, 0.0), env
+    for peer in connected:
+        if r.bounds.losses or not env.lives(peer):
+            yield r.c_move(c, env, ("loses", peer), "peer_lost", peer, "no answer", 0.0), env
+    if not env.p_dead and env.p_name not in connected and env.c_name in r.ps.fact(w.p, facts.reachable_consumers):
+        yield r.c_move(c, env, ("connects",), "connected", env.p_name, 0.0), env
 
 
-def _consumer_engine(r: Rules, w: World) -> Iterator[Move]:
-    key = TransferKey("t", "e", f"c{w.c_life}", 0, w.offered)
-    most = r.bounds.attempts if w.c_life == 0 else 1
-    if w.offered < most and not w.c_lost and not w.p_dead:
-        for block in ("A", "B") if w.offered else ("A",):
-            yield from _offer(r, w, key, block)
-    for attempt in range(w.offered if r.bounds.cancels else 0):
-        old = TransferKey("t", "e", f"c{w.c_life}", 0, attempt)
-        if r.cs.fact(w.c, f"holds {attempt}", lambda machine, old=old: machine.holds(old)):
-            yield f"C cancels {old}", r.after_c(w, r.cs.step(w.c, "cancel", old, 0.0))
-
-
-def _offer(r: Rules, w: World, key: TransferKey, block: str) -> Iterator[Move]:
-    result = r.cs.step(w.c, "offer", Offering(order(key, block, w.p_life)), 0.0)
-    if result[2]:
-        return
-    owners = tuple(key if name == block else owner for name, owner in zip("ABC", w.owners, strict=True))
-    yield f"C offers {key} block {block}", r.after_c(w._replace(offered=w.offered + 1, owners=owners), result)
+def _offers(r: Rules, c: int, env: Env) -> Iterator[Engine]:
+    """Offer a block. One that is held is tried too, and must be refused; free blocks are as good as one another."""
+    key = key_of(env.c_life, env.offered)
+    for block in range(len(BLOCKS)):
+        offering = Offering(key, block, env.p_life)
+        if r.cs.step(c, "offer", offering, 0.0).refusal:
+            continue
+        owners = tuple(key if index == block else owner for index, owner in enumerate(env.owners))
+        offered = env.but(offered=env.offered + 1, owners=owners)
+        yield r.c_move(c, offered, ("offers", key, BLOCKS[block]), "offer", offering, 0.0), offered
+        if env.owners[block] is None:
+            return
 
 
 class Offering(Order):
     """An order that can be looked up: the walk remembers steps by their arguments."""
 
-    def __new__(cls, plain: Order) -> Offering:
+    name: tuple[Any, ...]
+
+    def __new__(cls, *_: Any) -> Offering:
         return object.__new__(cls)
 
-    def __init__(self, plain: Order) -> None:
-        for name in Order.__dataclass_fields__:
-            object.__setattr__(self, name, getattr(plain, name))
+    def __init__(self, key: Any, block: int, p_life: int) -> None:
+        super().__init__(key, block_table(block), PROMPT, TOKENS, 0, TOKENS, {f"p{p_life}": owed(0, TOKENS, TOKENS)})
+        object.__setattr__(self, "name", (key, block, p_life))
 
     def __hash__(self) -> int:
-        return hash((self.key, self.into, tuple(self.owed)))
+        return hash(self.name)
 
     def __eq__(self, other: object) -> bool:
-        mine = (self.key, self.into, tuple(self.owed))
-        return isinstance(other, Offering) and mine == (other.key, other.into, tuple(other.owed))
+        return isinstance(other, Offering) and self.name == other.name
 
-    def __reduce__(self) -> tuple[type[Order], tuple[object, ...]]:
-        return Order, tuple(getattr(self, name) for name in Order.__dataclass_fields__)
-
-
-def _producer_engine(r: Rules, w: World) -> Iterator[Move]:
-    for ready in range(w.staged + 1, TOKENS + 1) if w.staged >= 0 else ():
-        if ready < TOKENS and r.bounds.parts < 2:
-            continue
-        result = r.ps.step(w.p, "stage", "t", blocks("A"), PROMPT, TOKENS, ready, 0.0)
-        if not result[2]:
-            yield f"P stages {ready}", r.after_p(w._replace(staged=ready), result)
-    if w.staged > 0:
-        if not w.preempted and r.bounds.preemptions:
-            yield "P preempts", r.after_p(w._replace(staged=-1, preempted=True), r.ps.step(w.p, "preempt", "t"))
-        if r.bounds.cancels:
-            yield "P unstages", r.after_p(w._replace(staged=-2), r.ps.step(w.p, "unstage", "t", 0.0))
+    def __reduce__(self) -> Any:
+        return Offering, self.name
 
 
-def _wire(r: Rules, w: World) -> Iterator[Move]:
-    for flight in w.flights:
-        if not flight.landed:
-            yield f"bytes land: {flight}", land(w, flight)
-        if flight.told or w.p_dead or flight.life != w.p_life:
-            continue
-        told = w.flights - {flight}
-        if flight.landed:
-            yield f"P told done {flight.write}", r.after_p(
-                w._replace(flights=told), r.ps.step(w.p, "write_done", flight.write, 0.0)
-            )
+def _producer_engine(r: Rules, p: int, env: Env) -> Iterator[Engine]:
+    has_stage = r.ps.fact(p, facts.has_stage)
+    if env.staged >= 0 and (has_stage or env.stagings < r.bounds.stagings):
+        yield from _stagings(r, p, env if has_stage else env.but(stagings=env.stagings + 1))
+    if env.staged > 0 and env.preempted < r.bounds.preemptions:
+        waiting = env.but(staged=-1, preempted=env.preempted + 1)
+        yield r.p_move(p, env, ("preempts",), "preempt", "t"), waiting
+    if has_stage and r.bounds.cancels:
+        yield r.p_move(p, env, ("unstages",), "unstage", "t", 0.0), env
+    if r.bounds.refusals and not env.closing:
+        yield r.p_move(p, env, ("closes",), "close", 0.0), env.but(closing=True)
+    if env.c_name not in r.ps.fact(p, facts.reachable_consumers):
+        yield r.p_move(p, env, ("connects",), "connected", env.c_name, owed, 0.0), env
+
+
+def _stagings(r: Rules, p: int, env: Env) -> Iterator[Engine]:
+    for prompt in (PROMPT, OTHER_PROMPT) if r.bounds.refusals else (PROMPT,):
+        for ready in range(env.staged + 1, TOKENS + 1):
+            args = ("t", block_table(0), prompt, TOKENS, ready, 0.0)
+            if (ready == TOKENS or r.bounds.parts > 1) and not r.ps.step(p, "stage", *args).refusal:
+                yield r.p_move(p, env, ("stages", ready, prompt), "stage", *args), env.but(staged=ready)
+
+
+def _told(r: Rules, w: World) -> Iterator[Named]:
+    """The producer is told how a WRITE ended: well, once its bytes are there; in error at any time."""
+    for bit, flight in r.effects.flights.each(w.untold):
+        told = w._replace(untold=w.untold & ~bit)
+        if not w.air & bit:
+            name = ("P", "told done", flight)
+            yield name, r.after_p(told, r.p_move(w.p, w.env, name, "write_done", flight.write, 0.0), w.env)
         if r.bounds.write_errors:
-            after = w._replace(flights=told if flight.landed else told | {flight._replace(told=True)})
+            name = ("P", "told failed", flight)
             failed = ("write_failed", flight.write, Outcome.TRANSPORT_ERROR, "broke", 0.0)
-            yield f"P told failed {flight.write}", r.after_p(after, r.ps.step(w.p, *failed))
+            yield name, r.after_p(told, r.p_move(w.p, w.env, name, *failed), w.env)
+        if r.bounds.write_errors and w.air & bit:
+            name = ("P", "told it never left", flight)
+            never = told._replace(air=w.air & ~bit)
+            yield name, r.after_p(never, r.p_move(w.p, w.env, name, *failed, False), w.env)
 
 
-def _losses(r: Rules, w: World) -> Iterator[Move]:
-    if r.bounds.losses or w.p_dead:
-        if not w.c_lost:
-            lost = ("peer_lost", f"p{w.p_life}", "no answer", 0.0)
-            yield "C loses P", r.after_c(w._replace(c_lost=True), r.cs.step(w.c, *lost))
-    if r.bounds.losses and not w.p_lost and not w.p_dead:
-        lost = ("peer_lost", f"c{w.c_life}", "no answer", 0.0)
-        yield "P loses C", r.after_p(w._replace(p_lost=True), r.ps.step(w.p, *lost))
-    if (w.c_lost or w.p_lost) and not w.p_dead:
-        after = r.after_p(w._replace(p_lost=False), r.ps.step(w.p, "connected", f"c{w.c_life}", owed, 0.0))
-        again = after._replace(c_lost=False)
-        yield "both connect again", r.after_c(again, r.cs.step(w.c, "connected", f"p{w.p_life}", 0.0))
-    yield from _proofs(r, w)
+def _landings(r: Rules, w: World) -> Iterator[Named]:
+    """Bytes land. Those that nobody waits for any more, in a memory that is gone, need not."""
+    for bit, flight in r.effects.flights.each(w.air):
+        parcel = Parcel(f"p{flight.p_life}", f"c{flight.c_life}", flight.complete)
+        if flight.c_life == w.env.c_life:
+            yield ("bytes land", flight), w._replace(air=w.air & ~bit, to_c=w.to_c | r.net.of(parcel))
+        elif w.untold & bit:
+            yield ("bytes land nowhere", flight), w._replace(air=w.air & ~bit)
 
 
-def _proofs(r: Rules, w: World) -> Iterator[Move]:
-    """The transport tells the truth: a proof is given only when nothing of that epoch can land."""
-    for life in range(w.p_life + 1):
-        gone = life < w.p_life or w.p_dead
-        travelling = any(f.life == life and not f.landed and f.to_life == w.c_life for f in w.flights)
-        asked = ("proof", f"p{life}") in r.cs.timers(w.c)
-        if gone and asked and (not travelling or r.bounds.death_is_proof):
-            yield f"C proof p{life}", r.after_c(w, r.cs.step(w.c, "writes_ended", f"p{life}", 0.0))
-        if gone and asked and travelling:
-            rest = frozenset(f for f in w.flights if f.life != life or f.to_life != w.c_life)
-            rebuilt = r.cs.step(w.c, "writes_ended", f"p{life}", 0.0)
-            yield f"C rebuilds its agent, proof p{life}", r.after_c(w._replace(flights=rest), rebuilt)
-    for life in range(w.c_life + 1):
-        if not w.p_dead and ("proof", f"c{life}") in r.ps.timers(w.p) and (life < w.c_life or w.p_lost):
-            rest = frozenset(f for f in w.flights if f.to_life != life or f.life != w.p_life or f.landed)
-            if life == w.c_life and rest != w.flights:
-                continue
-            proven = r.ps.step(w.p, "writes_ended", f"c{life}", 0.0)
-            if life < w.c_life:
-                yield f"P rebuilds its agent, proof c{life}", r.after_p(w._replace(flights=rest), proven)
+def _losses(r: Rules, w: World) -> Iterator[Named]:
+    """The producer is told that it lost a consumer. Messages of a life that has ended are strays from then on."""
+    for peer in r.ps.fact(w.p, facts.reachable_consumers):
+        lives = w.env.lives(peer)
+        if r.bounds.losses or not lives:
+            name = ("P", "loses", peer)
+            move = r.p_move(w.p, w.env, name, "peer_lost", peer, "no answer", 0.0, alone=True)
+            heard = w if lives else w._replace(to_p=_not_from(r, w.to_p, peer))
+            yield name, r.after_p(heard, move, w.env)
 
 
-def _deaths(r: Rules, w: World) -> Iterator[Move]:
-    if not w.p_dead and w.p_life < r.bounds.p_restarts:
-        kept = frozenset(f._replace(told=True) for f in w.flights if not f.landed and r.bounds.death == "tcp")
-        yield "P is killed", w._replace(p_dead=True, flights=kept, to_p=frozenset(), version=w.version + 1)
-    if w.p_dead:
-        fresh = w._replace(p=r._new_p(w.p_life + 1, w.c_life), p_life=w.p_life + 1, p_dead=False, c_lost=False)
-        fresh = fresh._replace(p_lost=False, to_p=frozenset(), to_c=frozenset(), staged=0, ended_p=frozenset(), posted=frozenset())
-        lost = r.cs.step(w.c, "peer_lost", f"p{w.p_life}", "a new epoch at its address", 0.0)
-        after = r.after_c(fresh, lost)._replace(to_p=frozenset())
-        yield "P restarts", r.after_c(after, r.cs.step(after.c, "connected", f"p{after.p_life}", 0.0))
-    if w.c_life < r.bounds.c_restarts and not w.p_dead:
-        yield "C is killed and restarts", _consumer_restarts(r, w)
+def _not_from(r: Rules, messages: int, sender: str) -> int:
+    return r.net.where(messages, lambda parcel: parcel.sender != sender)
 
 
-def _consumer_restarts(r: Rules, w: World) -> World:
-    life = w.c_life + 1
-    fresh = w._replace(c_life=life, owners=(FREE, FREE, FREE), landed=frozenset(), offered=0, ended_c=frozenset(), c_lost=False)
-    fresh = fresh._replace(to_p=frozenset(), to_c=frozenset(), c=r._new_c(life), p_lost=False)
-    after = r.after_p(fresh, r.ps.step(w.p, "peer_lost", f"c{w.c_life}", "a new epoch", 0.0))
-    after = r.after_p(after, r.ps.step(after.p, "connected", f"c{life}", owed, 0.0))._replace(to_c=frozenset())
-    return r.after_c(after, r.cs.step(after.c, "connected", f"p{w.p_life}", 0.0))
+def _proofs(r: Rules, w: World) -> Iterator[Named]:
+    """The transport tells the truth: of an epoch that is gone, once what was under way has landed or is lost.
+
+    That bytes are lost is a move only here: as long as they may still land, the world can do more.
+    """
+    for peer in r.cs.fact(w.c, facts.known_producers):
+        if not w.env.lives(peer):
+            name = ("C", "has proof", peer)
+            move = r.c_move(w.c, w.env, name, "writes_ended", peer, 0.0)
+            air = w.air if r.bounds.death_is_proof else _not_between(r, w.air, peer, w.env.c_name)
+            yield name, r.after_c(w._replace(air=air, to_c=_not_from(r, w.to_c, peer)), move, w.env)
+    for peer in () if w.env.p_dead else r.ps.fact(w.p, facts.known_consumers):
+        if not w.env.lives(peer):
+            name = ("P", "has proof", peer)
+            move = r.p_move(w.p, w.env, name, "writes_ended", peer, 0.0, alone=True)
+            rest = w._replace(air=_not_between(r, w.air, w.env.p_name, peer), to_p=_not_from(r, w.to_p, peer))
+            yield name, r.after_p(rest, move, w.env)
 
 
-__all__ = ["Flight", "moves"]
+def _not_between(r: Rules, air: int, producer: str, consumer: str) -> int:
+    pair = (producer, consumer)
+    return r.effects.flights.where(air, lambda flight: (f"p{flight.p_life}", f"c{flight.c_life}") != pair)
+
+
+def _deaths(r: Rules, w: World) -> Iterator[Named]:
+    env = w.env
+    if env.p_dead:
+        born = env.but(p_life=env.p_life + 1, p_dead=False, stagings=0, preempted=0)
+        yield ("P starts again",), w._replace(p=r.new_p(born.p_life), env=born)
+    elif env.p_life < r.bounds.p_restarts:
+        yield ("P is killed",), _killed_p(r, w)
+    if env.c_life < r.bounds.c_restarts:
+        yield ("C is killed and starts again",), _killed_c(r, w)
+
+
+def _killed_p(r: Rules, w: World) -> World:
+    """A producer dies. Its bytes may go on travelling; what its memory held is gone."""
+    air = r.effects.flights.where(w.air, lambda flight: flight.c_life == w.env.c_life)
+    dead = w.env.but(p_dead=True, staged=0, closing=False, ended_p=frozenset(), ended_c=frozenset())
+    return w._replace(p=-1, to_p=0, air=air, untold=0, posted=0, env=dead)
+
+
+def _killed_c(r: Rules, w: World) -> World:
+    """A consumer dies, and the next life starts with nothing: no WRITE to the life before reaches its memory."""
+    present = -1 if w.env.p_dead else w.env.p_life
+    air = r.effects.flights.where(w.air, lambda flight: flight.p_life == present)
+    first = Env.first()
+    born = w.env.but(
+        c_life=w.env.c_life + 1,
+        offered=0,
+        owners=first.owners,
+        ended_p=first.ended_p,
+        ended_c=first.ended_c,
+    )
+    return w._replace(c=r.new_c(), to_c=0, air=air, env=born)
+
+
+__all__ = ["Flight", "Moves"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from walk.moves import moves
-from walk.world import Rules, Violation, World
+from walk.errors import Violation
+from walk.moves import Moves
+from walk.rules import Rules
+from walk.world import World
 
 
 @dataclass
 class Walked:
-    """What a walk saw; ``broken`` is the rule that broke, with the shortest way there."""
+    """What a walk saw; ``broken`` is the rule that broke, with the shortest way there where it was kept."""
 
     states: int = 0
     transitions: int = 0
@@ -22,38 +25,92 @@ class Walked:
     path: list[str] = field(default_factory=list)
 
 
-def walk(rules: Rules, most: int = 10_000_000) -> Walked:
+class Covered:
+    """The worlds that need no further visit.
+
+    Two worlds that differ only in messages on their way, where one has all that the other has: it can do all that
+    the other can. Notifications of landed bytes are compared exactly, as the rule about coverage counts them.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._fullest: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._fullest.values()))
+
+    def _core(self, w: World) -> tuple[Any, ...]:
+        return (w.p, w.c, self._rules.arrived(w.to_c), w.air, w.untold, w.posted, w.env)
+
+    def add(self, w: World) -> bool:
+        """Whether the world can do something that none seen before can; it is remembered if so."""
+        core, to_p, to_c = self._core(w), w.to_p, w.to_c
+        known = self._fullest.get(core)
+        if known is None:
+            self._fullest[core] = [(to_p, to_c)]
+            return True
+        if any(not to_p & ~theirs and not to_c & ~ours for theirs, ours in known):
+            return False
+        known[:] = [(theirs, ours) for theirs, ours in known if theirs & ~to_p or ours & ~to_c]
+        known.append((to_p, to_c))
+        return True
+
+    def __contains__(self, w: World) -> bool:
+        return (w.to_p, w.to_c) in self._fullest[self._core(w)]
+
+
+def walk(rules: Rules, most: int = 100_000_000) -> Walked:
     """Visit every state reachable from the start, or the first ``most`` of them (``whole`` says which)."""
+    moves, covered, seen = Moves(rules), Covered(rules), Walked()
     start = rules.start()
-    start = rules.after_c(start, rules.cs.step(start.c, "connected", "p0", 0.0))
-    came: dict[World, tuple[World, str] | None] = {start: None}
+    covered.add(start)
     queue = deque([start])
-    seen = Walked()
-    while queue:
+    while queue and not seen.broken:
         world = queue.popleft()
-        last = ""
+        if world not in covered:
+            continue
+        seen.states += 1
         try:
-            rules.check(world)
-            for last, move in moves(rules, world):
+            for _, made in moves.of(world):
                 seen.transitions += 1
-                after = rules.saturate(move)
+                after = rules.normal(made)
+                if covered.add(after):
+                    queue.append(after)
+        except Violation as violation:
+            seen.broken = str(violation)
+        if seen.states >= most:
+            seen.whole = False
+            break
+    seen.producer_states, seen.consumer_states = len(rules.ps), len(rules.cs)
+    return seen
+
+
+def hunt(rules: Rules, most: int = 3_000_000) -> Walked:
+    """The same without :class:`Covered`, keeping the way to each state: for what is expected to break."""
+    moves, seen = Moves(rules), Walked()
+    start = rules.start()
+    came: dict[World, tuple[World, Any] | None] = {start: None}
+    queue = deque([start])
+    while queue and not seen.broken and len(came) < most:
+        world = queue.popleft()
+        last: Any = "start"
+        try:
+            for last, made in moves.of(world):
+                seen.transitions += 1
+                after = rules.normal(made)
                 if after not in came:
                     came[after] = (world, last)
                     queue.append(after)
         except Violation as violation:
-            seen.broken = str(violation)
-            seen.path = _path(came, world)
-            break
-        if len(came) >= most:
-            seen.whole = False
-            break
-    seen.states, seen.producer_states, seen.consumer_states = len(came), len(rules.ps), len(rules.cs)
+            seen.broken, seen.path = str(violation), _path(came, world, last)
+    seen.states, seen.whole = len(came), not queue
+    seen.producer_states, seen.consumer_states = len(rules.ps), len(rules.cs)
     return seen
 
 
-def _path(came: dict[World, tuple[World, str] | None], world: World) -> list[str]:
-    path: list[str] = []
+def _path(came: dict[World, tuple[World, Any] | None], world: World, last: Any) -> list[str]:
+    path = ["then after: " + str(last)]
     while (step := came[world]) is not None:
         world, name = step
-        path.append(name)
+        path.append(str(name))
     return path[::-1]

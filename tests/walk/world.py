@@ -1,104 +1,177 @@
-"""The hostile world: two machines, a lossy network that reorders and duplicates, and WRITEs that land at any time.
+"""The hostile world between one producer rank and one consumer: a network, WRITEs in flight, engines, deaths.
 
-The rules that are checked are about bytes: who owns a block when something is written into it, and whether source
-blocks are still what they were when they are read. Nothing here models the protocol: it runs the machines.
+Nothing here models the protocol: the machines are run. The world only carries out their commands and says what may
+happen next. Its rules are about bytes: who owns a block that a WRITE may land in, and whether source blocks are
+given back while a WRITE may read them. The world is meaner than any network or transport:
+
+* A message once sent can be delivered at any time, in any order, any number of times, or never; messages of a life
+  that has ended too, as long as the other side has not been told that it ended.
+* The bytes of a WRITE land at any time after it is posted, or never: after its error, after its producer's death,
+  after its consumer's death (then nowhere). Its notification can arrive whenever its bytes have landed.
+* Any timer that is set may fire at any time. A loss may be told at any time, true or not.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from pushkv.core.commands import AskProof, Command, Ended, Post, Released, Send, StageEnded, StageReleased
-from pushkv.core.consumer import ConsumerMachine
-from pushkv.core.limits import Limits
+from pushkv.core.commands import Command, Ended, Post, Released, Send, StageEnded, StageReleased
 from pushkv.core.messages import Blocks, Cancel, Complete, Failed, Table, TransferKey
 from pushkv.core.outcome import Outcome
-from pushkv.core.producer import ProducerMachine
-from pushkv.core.receiving import Order
 from pushkv.core.span import Span
-from pushkv.core.states import Target
 
-from walk.machines import Machines, plain
+from walk.errors import Violation
+from walk.machines import plain
 
-LIMITS = Limits(resend=1.0, resend_most=1.0, insist_after=0, window=4)
 PROMPT = b"p" * 32
+OTHER_PROMPT = b"q" * 32
 TOKENS = 2
-FREE = "free"
-
-
-class Violation(Exception):
-    """A rule was broken; the message begins with the rule's name."""
-
-
-class Flight(NamedTuple):
-    """A WRITE whose bytes have not landed, or that its producer has not been told the end of."""
-
-    write: int
-    life: int
-    to_life: int
-    key: TransferKey
-    block: str
-    version: int
-    complete: Complete
-    landed: bool = False
-    told: bool = False
-
-
-class World(NamedTuple):
-    """One joint state. ``p`` and ``c`` are machine states by number.
-
-    ``to_p`` and ``to_c`` hold every message ever sent between the present lives: each may be delivered at any time,
-    in any order, any number of times, or never. That is more than loss, reordering and one duplicate, and it makes
-    fewer states.
-    """
-
-    p: int
-    c: int
-    to_p: frozenset[Any] = frozenset()
-    to_c: frozenset[Any] = frozenset()
-    flights: frozenset[Flight] = frozenset()
-    owners: tuple[Any, ...] = (FREE, FREE, FREE)
-    landed: frozenset[tuple[TransferKey, int]] = frozenset()
-    posted: frozenset[tuple[TransferKey, int]] = frozenset()
-    version: int = 0
-    staged: int = 0
-    """Tokens the producer's engine has staged; -1: preempted and waiting; -2: over."""
-    p_life: int = 0
-    c_life: int = 0
-    p_dead: bool = False
-    offered: int = 0
-    preempted: bool = False
-    ended_p: frozenset[tuple[TransferKey, Outcome]] = frozenset()
-    ended_c: frozenset[tuple[TransferKey, Outcome]] = frozenset()
-    c_lost: bool = False
-    """The consumer was told that it lost the producer's present epoch."""
-    p_lost: bool = False
+BLOCKS = "AB"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the world may do."""
+    """What the world may do, and how often.
+
+    ``attempts`` are offers of one transfer by the consumer's first life (a later life makes one); ``stagings`` is
+    how often the producer's engine begins to stage it. ``losses``: a side may be told, truly or not, that it lost the
+    other. ``refusals``: the producer may stage another prompt, or shut down.
+    """
 
     attempts: int = 2
     parts: int = 2
     p_restarts: int = 1
     c_restarts: int = 1
     preemptions: int = 1
+    stagings: int = 1
     cancels: bool = True
     write_errors: bool = True
     losses: bool = True
-    """Whether a side may be told, rightly or not, that it lost the other."""
-    death: str = "cma"
-    """What a producer's death does to its WRITEs: ``cma`` ends them, ``tcp`` leaves bytes in sockets."""
+    refusals: bool = False
     death_is_proof: bool = False
-    """A wrong transport that takes a death for a proof although bytes travel on (variant F)."""
+    """A wrong transport: it takes a producer's death for proof although bytes still travel."""
 
 
-def owed(start: int, stop: int, end: int) -> tuple[Span, ...]:
+class _Env(NamedTuple):
+    p_life: int = 0
+    c_life: int = 0
+    p_dead: bool = False
+    offered: int = 0
+    stagings: int = 0
+    staged: int = 0
+    """Tokens that the producer's engine has staged; -1: preempted, -2: over, and its blocks not yet back."""
+    preempted: int = 0
+    closing: bool = False
+    owners: tuple[TransferKey | None, ...] = (None,) * len(BLOCKS)
+    ended_p: frozenset[tuple[TransferKey, str]] = frozenset()
+    ended_c: frozenset[tuple[TransferKey, str]] = frozenset()
+
+
+class Env(_Env):
+    """What is neither machine, network nor flight: lives, engines, who owns each target block, and outcomes.
+
+    There is one of a kind (:meth:`but` and :meth:`first` make them), so that they compare by identity.
+    """
+
+    __slots__ = ()
+    _kinds: ClassVar[dict[tuple[Any, ...], Env]] = {}
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @classmethod
+    def first(cls, **fields: Any) -> Env:
+        """The one with these fields."""
+        return cls(**fields)._one()
+
+    def but(self, **fields: Any) -> Env:
+        """The one that differs in these fields."""
+        return self._replace(**fields)._one()
+
+    def _one(self) -> Env:
+        return self._kinds.setdefault(tuple(self), self)
+
+    @property
+    def p_name(self) -> str:
+        """The producer's present epoch."""
+        return f"p{self.p_life}"
+
+    @property
+    def c_name(self) -> str:
+        """The consumer's present epoch."""
+        return f"c{self.c_life}"
+
+    def lives(self, peer: str) -> bool:
+        """Whether an epoch is that of a process that runs."""
+        return peer == self.c_name or (peer == self.p_name and not self.p_dead)
+
+
+class World(NamedTuple):
+    """One joint state. Machines are numbers; sets of messages and of WRITEs are bit masks."""
+
+    p: int
+    c: int
+    to_p: int
+    to_c: int
+    air: int
+    """WRITEs whose bytes may still land."""
+    untold: int
+    """WRITEs whose end the producer has not been told."""
+    posted: int
+    """WRITEs ever posted for offers that the producer still serves."""
+    env: Env
+
+
+class Flight(NamedTuple):
+    """One WRITE, from one life to another."""
+
+    p_life: int
+    c_life: int
+    write: int
+    key: TransferKey
+    block: int
+    complete: Complete
+
+    @property
+    def tokens(self) -> set[int]:
+        """The tokens it writes."""
+        return {token for span in self.complete.spans for token in range(span.token_start, span.token_stop)}
+
+
+class Bits:
+    """Things by bit number."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+        self._bits: dict[Any, int] = {}
+
+    def of(self, thing: Any) -> int:
+        """The mask with this thing's bit."""
+        known = self._bits.get(thing)
+        if known is None:
+            known = self._bits[thing] = 1 << len(self.things)
+            self.things.append(thing)
+        return known
+
+    def each(self, mask: int) -> list[tuple[int, Any]]:
+        """The things in a mask, each with its bit."""
+        found = []
+        while mask:
+            bit = mask & -mask
+            found.append((bit, self.things[bit.bit_length() - 1]))
+            mask ^= bit
+        return found
+
+    def where(self, mask: int, wanted: Any) -> int:
+        """The mask of those for which ``wanted`` holds."""
+        return sum(bit for bit, thing in self.each(mask) if wanted(thing))
+
+
+def owed(start: int, stop: int, _end: int) -> tuple[Span, ...]:
     """One group of one layer: what is owed are the tokens."""
     return (Span(0, 0, 1, start, stop),) if start < stop else ()
 
@@ -108,200 +181,121 @@ def nonce_of(key: TransferKey, peer: str) -> bytes:
     return f"{key.epoch}{key.attempt}{peer}".ljust(16).encode()
 
 
-def blocks(block: str) -> Blocks:
+def key_of(c_life: int, attempt: int) -> TransferKey:
+    """The key of an attempt of a life of the consumer."""
+    return TransferKey("t", "e", f"c{c_life}", 0, attempt)
+
+
+def block_table(block: int) -> Blocks:
     """The block table with this one block."""
-    return Blocks((Table(0, struct.pack("<i", "ABC".index(block))),))
+    return Blocks((Table(0, struct.pack("<i", block)),))
 
 
-class Rules:
-    """Machines of both sides and what the world makes of their commands. Subclasses break one rule each."""
-
-    producer: type[ProducerMachine] = ProducerMachine
-    consumer: type[ConsumerMachine] = ConsumerMachine
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.ps: Machines[ProducerMachine] = Machines()
-        self.cs: Machines[ConsumerMachine] = Machines()
-
-    def start(self) -> World:
-        """The world before anything has happened: both sides are connected."""
-        return World(p=self._new_p(0, 0), c=self._new_c(0))
-
-    def _new_p(self, life: int, c_life: int) -> int:
-        machine = self.producer(0, f"p{life}", LIMITS)
-        machine.connected(f"c{c_life}", owed, 0.0)
-        machine.commands()
-        return self.ps.number(machine)
-
-    def _new_c(self, life: int) -> int:
-        return self.cs.number(self.consumer(LIMITS, nonce_of))
-
-    # Carrying out commands
-
-    def after_p(self, w: World, result: tuple[int, tuple[Command, ...], str]) -> World:
-        """The world after the producer's machine has moved."""
-        state, commands, _ = result
-        w = w._replace(p=state)
-        for command in commands:
-            w = self._do_p(w, command)
-        return w
-
-    def _do_p(self, w: World, command: Command) -> World:
-        if isinstance(command, Send):
-            return w._replace(to_c=w.to_c | {_plain(command.message)})
-        if isinstance(command, Post):
-            return self._post(w, command)
-        if isinstance(command, Ended):
-            _once(w.ended_p, command, "producer")
-            return self._agree(w._replace(ended_p=w.ended_p | {(command.key, plain(command.outcome))}))
-        if isinstance(command, StageEnded):
-            return w._replace(staged=-2)
-        if isinstance(command, StageReleased):
-            return w._replace(version=w.version + 1, staged=0 if w.staged == -1 else w.staged)
-        return w
-
-    def _post(self, w: World, post: Post) -> World:
-        for span in post.complete.spans:
-            for token in range(span.token_start, span.token_stop):
-                if (post.key, token) in w.posted:
-                    raise Violation(f"posted once: token {token} of {post.key} is posted again")
-                w = w._replace(posted=w.posted | {(post.key, token)})
-        assert isinstance(post.target, Blocks)
-        block = "ABC"[struct.unpack("<i", post.target.tables[0].ids)[0]]
-        flight = Flight(post.write, w.p_life, w.c_life, post.key, block, w.version, post.complete)
-        return w._replace(flights=w.flights | {flight})
-
-    def after_c(self, w: World, result: tuple[int, tuple[Command, ...], str]) -> World:
-        """The world after the consumer's machine has moved."""
-        state, commands, _ = result
-        w = w._replace(c=state)
-        for command in commands:
-            w = self._do_c(w, command)
-        return w
-
-    def _do_c(self, w: World, command: Command) -> World:
-        if isinstance(command, Send):
-            return w if w.p_dead else w._replace(to_p=w.to_p | {_plain(command.message)})
-        if isinstance(command, Ended):
-            _once(w.ended_c, command, "consumer")
-            if command.outcome is Outcome.COMPLETE:
-                here = {token for key, token in w.landed if key == command.key}
-                if here != set(range(TOKENS)):
-                    raise Violation(f"complete means covered: {command.key} has tokens {sorted(here)}")
-            return self._agree(w._replace(ended_c=w.ended_c | {(command.key, plain(command.outcome))}))
-        if isinstance(command, Released):
-            owners = tuple(FREE if owner == command.key else owner for owner in w.owners)
-            return w._replace(owners=owners)
-        return w
-
-    def _agree(self, w: World) -> World:
-        theirs = dict(w.ended_p)
-        for key, mine in w.ended_c:
-            other = theirs.get(key)
-            if other is Outcome.COMPLETE and mine.rejected:
-                raise Violation(f"agreement: {key} is complete at the producer, {mine.value} at the consumer")
-        return w
-
-    def saturate(self, w: World) -> World:
-        """Send at once whatever a side may send without changing its own state.
-
-        A message in the network may be delivered or not, so a world with more messages can do all that one with
-        fewer can: only the fullest of them needs a visit.
-        """
-        while True:
-            to_c = w.to_c if w.p_dead else w.to_c | self._sends_p(w)
-            to_p = w.to_p if w.p_dead else w.to_p | self._sends_c(w)
-            if to_c == w.to_c and to_p == w.to_p:
-                return w
-            w = w._replace(to_c=to_c, to_p=to_p)
-
-    def _sends_p(self, w: World) -> frozenset[Any]:
-        steps = [self.ps.step(w.p, "receive", f"c{w.c_life}", message, 0.0) for message in w.to_p]
-        steps += [self.ps.step(w.p, "fire", timer, 0.0) for timer in self.ps.timers(w.p)]
-        return _free_sends(w.p, steps)
-
-    def _sends_c(self, w: World) -> frozenset[Any]:
-        steps = [self.cs.step(w.c, "receive", f"p{w.p_life}", message, 0.0) for message in w.to_c]
-        steps += [self.cs.step(w.c, "fire", timer, 0.0) for timer in self.cs.timers(w.c)]
-        return _free_sends(w.c, steps)
-
-    def check(self, w: World) -> None:
-        """What must hold in every state, whatever comes next."""
-        for transition in (self._waits_c(w), self._waits_p(w)):
-            if transition:
-                raise Violation(f"nothing hangs: {transition}")
-
-    def _waits_c(self, w: World) -> str:
-        return self.cs.fact(w.c, "waits", _consumer_waits)
-
-    def _waits_p(self, w: World) -> str:
-        return "" if w.p_dead else self.ps.fact(w.p, "waits", _producer_waits)
+def block_of(blocks: Blocks) -> int:
+    """The one block of a table."""
+    block: int = struct.unpack("<i", blocks.tables[0].ids)[0]
+    return block
 
 
-def _free_sends(state: int, steps: list[tuple[int, tuple[Command, ...], str]]) -> frozenset[Any]:
-    return frozenset(
-        _plain(command.message)
-        for after, commands, _ in steps
-        if after == state and all(isinstance(command, (Send, AskProof)) for command in commands)
-        for command in commands
-        if isinstance(command, Send)
-    )
-
-
-def _plain(message: Any) -> Any:
+def plain_message(message: Any) -> Any:
+    """A message up to what the machines do about it."""
     if isinstance(message, Failed):
-        return msgspec.structs.replace(message, outcome=plain(message.outcome), detail="")
+        outcome = Outcome.REJECTED_PROMPT if message.outcome.rejected else Outcome.CANCELLED
+        return msgspec.structs.replace(message, outcome=outcome, detail="")
     if isinstance(message, Cancel):
         return msgspec.structs.replace(message, outcome=plain(message.outcome))
     return message
 
 
-def _consumer_waits(machine: ConsumerMachine) -> str:
-    timers = machine.timers
-    for key, transfer in machine._transfers.items():
-        if transfer.outcome is None and ("deadline", key) not in timers:
-            return f"{key} is open without a deadline"
-        for peer, rank in transfer.ranks.items():
-            if rank.custody is Target.DRAINING and ("resend", key, peer) not in timers:
-                return f"{key} drains at {peer} and nothing asks again"
-            if rank.custody is Target.QUARANTINED and ("proof", peer) not in timers:
-                return f"{key} is quarantined at {peer} and nothing seeks proof"
-    return ""
+class Effects:
+    """Carries out what a machine commanded besides messages, and raises Violation where that breaks a rule."""
+
+    def __init__(self) -> None:
+        self.flights = Bits()
+
+    def producer(self, w: World, commands: tuple[Command, ...], alone: bool) -> World:
+        """``alone``: the machine was moved by its own deadline or by a loss, not by the consumer's word."""
+        for command in commands:
+            if isinstance(command, Post):
+                w = self._post(w, command)
+            elif isinstance(command, Ended):
+                w = w._replace(env=_ended_p(w.env, command, alone))
+            elif isinstance(command, StageEnded):
+                w = w._replace(env=w.env.but(staged=-2 if w.env.staged else 0))
+            elif isinstance(command, StageReleased):
+                w = w._replace(env=self._stage_released(w))
+        return w
+
+    def _post(self, w: World, post: Post) -> World:
+        life = int(post.peer[1:])
+        block = block_of(post.target)
+        flight = Flight(w.env.p_life, life, post.write, post.key, block, post.complete)
+        for _, earlier in self.flights.each(w.posted):
+            if earlier.key == post.key and earlier.p_life == w.env.p_life and earlier.tokens & flight.tokens:
+                raise Violation(f"posted once: tokens {flight.tokens} of {post.key} are posted again")
+        if w.env.staged == 0:
+            raise Violation(f"sources are held: a WRITE of {post.key} is posted from blocks that were given back")
+        bit = self.flights.of(flight)
+        w = w._replace(air=w.air | bit, untold=w.untold | bit, posted=w.posted | bit)
+        self.check_targets(w, bit)
+        return w
+
+    def check_targets(self, w: World, mask: int) -> None:
+        """A WRITE under way can land at the next moment: the owner of its block must be its own transfer now."""
+        for _, flight in self.flights.each(w.air & mask):
+            owner = w.env.owners[flight.block]
+            if flight.c_life == w.env.c_life and owner != flight.key:
+                whose = f"{owner}'s" if owner else "somebody else's"
+                raise Violation(
+                    f"custody ends on proof: bytes of {flight.key} land in block {BLOCKS[flight.block]}, now {whose}"
+                )
+
+    def _stage_released(self, w: World) -> Env:
+        for _, flight in self.flights.each(w.air):
+            if flight.p_life == w.env.p_life:
+                raise Violation(f"sources are held: a WRITE of {flight.key} reads blocks that were given back")
+        return w.env.but(staged=0)
+
+    def consumer(self, w: World, commands: tuple[Command, ...], arrived: frozenset[tuple[bytes, int]]) -> World:
+        """``arrived`` are the tokens that have landed, by the nonce of their offer."""
+        for command in commands:
+            if isinstance(command, Ended):
+                w = w._replace(env=_ended_c(w.env, command, arrived))
+            elif isinstance(command, Released):
+                owners = tuple(None if owner == command.key else owner for owner in w.env.owners)
+                w = w._replace(env=w.env.but(owners=owners))
+                self.check_targets(w, -1)
+        return w
 
 
-def _producer_waits(machine: ProducerMachine) -> str:
-    for peer, customer in machine._customers.items():
-        for sequence, serving in customer.live.items():
-            if serving.state.value != "over" and ("deadline", peer, sequence) not in machine.timers:
-                return f"{serving.offer.key} is open without a deadline"
-            if serving.custody.value == "stuck" and ("proof", peer) not in machine.timers:
-                return f"{serving.offer.key} is stuck and nothing seeks proof"
-    return ""
+def _ended_p(env: Env, end: Ended, alone: bool) -> Env:
+    if any(key == end.key for key, _ in env.ended_p):
+        raise Violation(f"one outcome: {end.key} ends a second time at the producer, {end.outcome.value}")
+    how = "complete" if end.outcome is Outcome.COMPLETE else "alone" if alone else "answered"
+    return agree(env.but(ended_p=env.ended_p | {(end.key, how)}))
 
 
-def _once(ended: frozenset[tuple[TransferKey, Outcome]], command: Ended, side: str) -> None:
-    if any(key == command.key for key, _ in ended):
-        raise Violation(f"one outcome: {command.key} ends a second time at the {side}, {command.outcome.value}")
+def _ended_c(env: Env, end: Ended, arrived: frozenset[tuple[bytes, int]]) -> Env:
+    if any(key == end.key for key, _ in env.ended_c):
+        raise Violation(f"one outcome: {end.key} ends a second time at the consumer, {end.outcome.value}")
+    how = "rejected" if end.outcome.rejected else "other"
+    if end.outcome is Outcome.COMPLETE:
+        how = "complete"
+        mine = f"{end.key.epoch}{end.key.attempt}".encode()
+        here = {token for nonce, token in arrived if nonce.startswith(mine)}
+        missing = sorted(set(range(TOKENS)) - here)
+        if missing:
+            raise Violation(f"complete means covered: {end.key} is complete without tokens {missing}")
+    return agree(env.but(ended_c=env.ended_c | {(end.key, how)}))
 
 
-def land(w: World, flight: Flight) -> World:
-    """The bytes of a WRITE arrive; its notification may arrive from now on."""
-    if flight.to_life == w.c_life:
-        owner = w.owners["ABC".index(flight.block)]
-        if owner != flight.key:
-            raise Violation(f"custody ends on proof: bytes of {flight.key} land in block {flight.block} of {owner}")
-        tokens = {(flight.key, t) for s in flight.complete.spans for t in range(s.token_start, s.token_stop)}
-        w = w._replace(landed=w.landed | tokens, to_c=w.to_c | {flight.complete})
-    if flight.version != w.version and flight.life == w.p_life and not w.p_dead:
-        raise Violation(f"sources are held: a WRITE of {flight.key} reads blocks that were given back")
-    rest = w.flights - {flight}
-    return w._replace(flights=rest if flight.told else rest | {flight._replace(landed=True)})
-
-
-def order(key: TransferKey, block: str, p_life: int) -> Order:
-    """Offer the whole prompt into one block."""
-    return Order(key, blocks(block), PROMPT, TOKENS, 0, TOKENS, {f"p{p_life}": owed(0, TOKENS, TOKENS)})
-
-
-__all__ = ["AskProof", "Bounds", "Flight", "Iterator", "Rules", "Violation", "World", "land", "order", "owed"]
+def agree(env: Env) -> Env:
+    """The outcomes of the two sides agree as far as a word could cross."""
+    theirs = dict(env.ended_p)
+    for key, mine in env.ended_c:
+        other = theirs.get(key)
+        if other == "complete" and mine == "rejected":
+            raise Violation(f"agreement: {key} is complete at the producer, rejected at the consumer")
+        if other == "answered" and mine == "complete":
+            raise Violation(f"agreement: {key} is complete at the consumer and failed at the producer, which asked")
+    return env

@@ -36,6 +36,11 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a Producer or a Consumer.
 
+    The control plane: with a cluster key, in ``key_file`` or the environment's ``PUSHKV_CLUSTER_KEY``, every control
+    connection is encrypted and both ends have proven that they hold it. Without one a producer listens to this
+    machine alone, unless ``listen_to_the_network_without_a_key`` is set. ``allow`` narrows, to addresses or networks,
+    who may connect.
+
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
     ``advertise``, by default what it is bound to. ``peers`` are the hosts that will connect: naming one that is not
     this machine makes an address that only this machine can reach an error. ``silence`` is after how many seconds
@@ -49,6 +54,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bind: str = "127.0.0.1:0"
     advertise: str = ""
     peers: tuple[str, ...] = ()
+    key_file: str = ""
+    allow: tuple[str, ...] = ()
+    listen_to_the_network_without_a_key: bool = False
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()

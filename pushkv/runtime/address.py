@@ -85,3 +85,13 @@ def check_reachable(bind: Address, advertise: str, peers: tuple[str, ...]) -> No
                 f"{host} ({role}) reaches this machine only and {remote[0]} is another; "
                 "set bind and advertise to an address of the network between them."
             )
+
+
+def check_guarded(bind: Address, guarded: bool, anyway: bool) -> None:
+    """Refuse to listen beyond this machine to whoever comes. Raises AddressError."""
+    if guarded or anyway or not (is_wildcard(bind[0]) or not is_loopback(bind[0])):
+        return
+    raise AddressError(
+        f"{url(bind)} would take connections from the network without a cluster key; make one with `pushkv keygen` "
+        "and name it in key_file on every host, or set listen_to_the_network_without_a_key."
+    )

@@ -190,7 +190,7 @@ def _finished(dial: Dial, deadline: float, wait: float) -> Pair:
         return dial.done.result(max(0.0, deadline - time.monotonic()))
     except FutureTimeout:
         if dial.pair is None:
-            what = "does not answer: is the producer running, and is the address right"
+            what = "does not answer: is the producer running, is the address right, and do both hold one cluster key"
         else:
             what = "shook hands, but its first WRITE has not arrived: does NIXL have a path between the two"
         raise HandshakeError(f"{dial.route!s} {what}? (waited {wait:g} s)") from None

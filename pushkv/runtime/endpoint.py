@@ -23,6 +23,8 @@ from pushkv.errors import ConfigError, EndpointClosed, GeometryError, ProtocolEr
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
+from pushkv.runtime.keys import load_keys
+from pushkv.runtime.lines import Lines
 from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.side import CLOSED, Shared, Side
@@ -71,7 +73,11 @@ class Endpoint(Generic[S]):
         self._closing = False
         self._closed: bool | None = None
         self._close_once = threading.Lock()
-        self._control = ControlThread(f"pushkv-{self.role}-control", self._heard, self._tick)
+        keys = load_keys(config.key_file)
+        lines = Lines(keys, config.allow, wire.MAX_CONTROL_FRAME)
+        self._control = ControlThread(f"pushkv-{self.role}-control", lines, self._heard, self._tick)
+        self.guarded = bool(keys)
+        """Whether a cluster key guards the control plane."""
         self._turn = Turn()
         self._shared = Shared(
             config,
@@ -222,7 +228,7 @@ class Endpoint(Generic[S]):
     def _heard(self, route: Route, message: wire.Control) -> None:
         now = time.monotonic()
         if isinstance(message, wire.Relay):
-            self._transfer.submit(lambda: self._side.frame(message.frame, route))
+            self._relayed(route, message.frame)
         elif isinstance(message, wire.Alive):
             pair = self._side.pairs.get(message.token)
             if pair is not None:
@@ -233,6 +239,13 @@ class Endpoint(Generic[S]):
             self._transfer.submit(lambda: self._side.peer_gone(message.token, CLOSED))
         else:
             self._control_message(route, message)
+
+    def _relayed(self, route: Route, frame: bytes) -> None:
+        """Strangers' frames end here, so that they cannot keep the transfer thread busy."""
+        if self._side.knows(frame):
+            self._transfer.submit(lambda: self._side.frame(frame, route))
+        else:
+            self._shared.stats["foreign frames"] += 1
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
         raise NotImplementedError

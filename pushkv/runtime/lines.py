@@ -37,7 +37,7 @@ class Lines:
         self._context = zmq.Context()
         self._doorbell: Socket | None = None
         self._port: Socket | None = None
-        self._lines: dict[str, list[Socket]] = {}
+        self._lines: dict[str, dict[ClusterKey | None, Socket]] = {}
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -75,17 +75,17 @@ class Lines:
 
     def dial(self, route: str) -> None:
         """Dial a producer, or dial it again with the keys that are not connected. Raises ZMQError for a bad URL."""
-        sockets = self._lines.setdefault(route, [])
-        while len(sockets) < max(1, len(self._keys)):
-            sockets.append(self._dial(route, len(sockets)))
+        held = self._lines.get(route, {})
+        missing = [key for key in self._keys or (None,) if key not in held]
+        self._lines[route] = held | {key: self._dial(route, key) for key in missing}
 
-    def _dial(self, route: str, number: int) -> Socket:
+    def _dial(self, route: str, key: ClusterKey | None) -> Socket:
         line = self._socket(zmq.DEALER)
         line.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys:
-            mine = self._keys[number].pair("dial")
+        if key is not None:
+            mine = key.pair("dial")
             line.curve_publickey, line.curve_secretkey = mine.public, mine.secret
-            line.curve_serverkey = self._keys[number].pair("listen").public
+            line.curve_serverkey = key.pair("listen").public
         try:
             line.connect(route)
         except zmq.ZMQError:
@@ -96,7 +96,7 @@ class Lines:
 
     def hang_up(self, route: str) -> None:
         """Close the line to a producer."""
-        for line in self._lines.pop(route, ()):
+        for line in self._lines.pop(route, {}).values():
             self._close(line)
 
     def _close(self, socket: Socket) -> None:
@@ -112,7 +112,7 @@ class Lines:
                     return False
                 self._port.send_multipart((route, data), zmq.NOBLOCK)
                 return True
-            for line in self._lines.get(route, ()):
+            for line in self._lines.get(route, {}).values():
                 line.send(data, zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
@@ -134,22 +134,27 @@ class Lines:
 
     def _take_line(self, socket: object) -> Iterator[tuple[Route, bytes] | None]:
         for route, lines in list(self._lines.items()):
-            for line in lines:
+            for key, line in lines.items():
                 if line is socket:
-                    yield from self._take_answers(route, line)
+                    yield from self._take_answers(route, key, line)
                     return
 
-    def _take_answers(self, route: str, line: Socket) -> Iterator[tuple[Route, bytes] | None]:
-        for other in [one for one in self._lines[route] if one is not line]:
-            # This key was answered: the others were not the producer's.
-            self._lines[route].remove(other)
-            self._close(other)
+    def _take_answers(self, route: str, key: ClusterKey | None, line: Socket) -> Iterator[tuple[Route, bytes] | None]:
+        # This key was answered: the others are not the producer's.
+        for other in self._lines[route].values():
+            if other is not line:
+                self._close(other)
+        self._lines[route] = {key: line}
         for frames in _frames(line):
             yield (route, frames[0]) if len(frames) == 1 else None
 
     def close(self) -> None:
         """Send what waits, for a moment, and close everything."""
-        for socket in (*(line for lines in self._lines.values() for line in lines), self._port, self._doorbell):
+        for socket in (
+            *(line for lines in self._lines.values() for line in lines.values()),
+            self._port,
+            self._doorbell,
+        ):
             if socket is not None:
                 self._close(socket)
         self._lines.clear()

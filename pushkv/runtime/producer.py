@@ -11,11 +11,12 @@ from pushkv.core.commands import Command, StageEnded, StageReleased
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
 from pushkv.runtime import wire
-from pushkv.runtime.address import check_reachable, parse, url
+from pushkv.runtime.address import check_guarded, check_reachable, parse, url
 from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory, check_request, pack_blocks
 from pushkv.runtime.producing import Producing
+from pushkv.runtime.rate import Rate
 from pushkv.runtime.side import Shared
 from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
@@ -42,8 +43,10 @@ class Producer(Endpoint[Producing]):
         bind = parse(config.bind)
         check_reachable(bind, config.advertise, config.peers)
         self._stages: dict[str, Ending] = {}
+        self._introductions = Rate(per_second=10, burst=64)
         super().__init__(config, cache, transport=transport, trace=trace)
         try:
+            check_guarded(bind, self.guarded, config.listen_to_the_network_without_a_key)
             host, port = self._control.listen(bind)
             told = parse(config.advertise) if config.advertise else (host, port)
             self.address = url((told[0], told[1] or port))
@@ -134,7 +137,9 @@ class Producer(Endpoint[Producing]):
     def _control_message(self, route: Route, message: wire.Control) -> None:
         if not isinstance(message, wire.Introduction):
             return
-        if self._closing:
+        if not self._introductions.allows(route, time.monotonic()):
+            self._shared.stats["handshakes over the rate"] += 1
+        elif self._closing:
             self._control.send(route, wire.Refusal(message.token, f"{CLOSING}; connect to another"))
         else:
             self._transfer.submit(lambda: self._side.introduced(route, message))

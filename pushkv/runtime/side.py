@@ -204,6 +204,13 @@ class Side(Work):
         else:
             self.shared.stats["frames dropped"] += 1
 
+    def knows(self, payload: bytes) -> bool:
+        """Whether a frame bears a pair's token; from any thread."""
+        try:
+            return token_of(payload) in self.pairs
+        except ProtocolError:
+            return False
+
     def stranger(self, token: bytes, payload: bytes) -> None:
         """A frame with a token that no pair has."""
         self.shared.stats["foreign frames"] += 1

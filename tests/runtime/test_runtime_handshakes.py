@@ -160,7 +160,7 @@ class TestNobodyThere:
         consumer = scene.consumer()
         with pytest.raises(HandshakeError, match=rf"tcp://127.0.0.1:{port} does not answer: is the producer running"):
             consumer.connect(f"127.0.0.1:{port}", timeout=0.2)
-        until(lambda: not consumer._control._dealers, "the connection is given up")
+        until(lambda: not consumer._control._lines.routes, "the connection is given up")
 
     @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.0\r\n", b"\xff" * 64, b"HTTP/1.1 400 no\r\n\r\n"])
     def test_something_else_listens(self, scene: Scene, foreign: Callable[[bytes], str], greeting: bytes) -> None:
@@ -209,7 +209,7 @@ class TestAddresses:
 
     def test_an_address_of_another_machine(self, scene: Scene) -> None:
         with pytest.raises(AddressError, match=r"192.0.2.1:0 cannot be bound.*port 0"):
-            scene.producer(bind="192.0.2.1:0")
+            scene.producer(bind="192.0.2.1:0", listen_to_the_network_without_a_key=True)
 
     @pytest.mark.parametrize("peers", [("192.0.2.7",), ("127.0.0.1", "192.0.2.7")])
     def test_loopback_for_a_remote_peer(self, scene: Scene, peers: tuple[str, ...]) -> None:
@@ -227,7 +227,12 @@ class TestAddresses:
             scene.producer(bind="0.0.0.0:0", advertise="0.0.0.0:0")
 
     def test_advertised_apart_from_bound(self, scene: Scene) -> None:
-        producer = scene.producer(bind="0.0.0.0:0", advertise="localhost:0", peers=("127.0.0.1",))
+        producer = scene.producer(
+            bind="0.0.0.0:0",
+            advertise="localhost:0",
+            peers=("127.0.0.1",),
+            listen_to_the_network_without_a_key=True,
+        )
         host, port = parse(producer.address)
         assert (host, port != 0) == ("localhost", True)
         assert scene.consumer().connect(producer.address).alive

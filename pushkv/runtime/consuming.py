@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -192,7 +191,7 @@ class Consuming(Side):
         pair = self.meet(theirs)
         if pair is None:
             watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
-            pair = Pair(welcome.token, route, theirs, template, watch, time.monotonic())
+            pair = Pair(welcome.token, route, theirs, template, watch, self.shared.clock())
             self.add(pair)
         self.adopt(pair, welcome.token)
         pair.route, pair.theirs, pair.template = route, theirs, template
@@ -214,7 +213,7 @@ class Consuming(Side):
             self.transport.send(pair.agent, encode(pair.token, Hello(self.shared.agent)))
         except TransportError as error:
             pair.broken = isinstance(error, PeerLost)
-            self.lose(pair, str(error), time.monotonic())
+            self.lose(pair, str(error), self.shared.clock())
             raise HandshakeError(f"{pair.agent} was lost right after the handshake: {error}") from error
 
     def stranger(self, token: bytes, payload: bytes) -> None:
@@ -252,7 +251,7 @@ class Consuming(Side):
             lost = [agent for agent in order.owed if agent not in self.agents or self.agents[agent].lost]
             if lost:
                 raise PeerLost(f"{key} is offered to {', '.join(lost)}, which is lost; connect again")
-            self.machine.offer(order, time.monotonic())
+            self.machine.offer(order, self.shared.clock())
         except Exception as error:
             if not isinstance(error, PushKVError):
                 log.exception("%s cannot be offered.", key)
@@ -280,7 +279,7 @@ class Consuming(Side):
 
     def cancel(self, key: TransferKey, outcome: Outcome, detail: str) -> None:
         """End a transfer from this side."""
-        self.machine.cancel(key, time.monotonic(), outcome, detail)
+        self.machine.cancel(key, self.shared.clock(), outcome, detail)
         self.run_commands()
 
     def unsendable(self, command: Send, detail: str, now: float) -> None:

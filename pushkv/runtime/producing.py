@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +115,7 @@ class Producing(Staging):
         template = PairTemplate(me.geometry, theirs.geometry)
         pair = self.meet(theirs)
         if pair is None:
-            pair = Pair(introduction.token, route, theirs, template, None, time.monotonic())
+            pair = Pair(introduction.token, route, theirs, template, None, self.shared.clock())
             pair.prepared = self._prepare(pair)
             pair.watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
             self.add(pair)
@@ -151,7 +150,7 @@ class Producing(Staging):
             self._warming[write] = pair
         except PeerLost as error:
             pair.broken = True
-            self.lose(pair, str(error), time.monotonic())
+            self.lose(pair, str(error), self.shared.clock())
         except TransportError as error:
             log.warning("The path to %s could not be opened: %s", pair.agent, error)
 

@@ -63,6 +63,8 @@ class Shared:
     emit: Callable[[Command], None]
     trace: Trace
     stats: Counter[str] = field(default_factory=Counter)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds; a test may have time pass as it likes."""
 
 
 class Side(Work):
@@ -90,7 +92,7 @@ class Side(Work):
     def open(self) -> None:
         """Make the data mover, or go on without one where the last got stuck."""
         if self.grounded:
-            self.ground(self.grounded, time.monotonic())
+            self.ground(self.grounded, self.shared.clock())
             self.run_commands()
             return
         shared = self.shared
@@ -192,7 +194,7 @@ class Side(Work):
             self.shared.stats["frames dropped"] += 1
             log.debug("Dropped a frame: %s", error)
             return
-        pair.heard = time.monotonic()
+        pair.heard = self.shared.clock()
         self.heard_from(pair, token, route)
         if isinstance(message, Hello):
             self.hello(pair)
@@ -233,7 +235,7 @@ class Side(Work):
         self._pending.extend(self._base_machine.commands())
         busy = bool(self._pending)
         while self._pending:
-            self.execute(self._pending.popleft(), time.monotonic())
+            self.execute(self._pending.popleft(), self.shared.clock())
             self._pending.extend(self._base_machine.commands())
         if busy:
             self.measure()
@@ -309,7 +311,7 @@ class Side(Work):
     def back(self, pair: Pair) -> None:
         """A handshake has brought a pair back, if it was away."""
         pair.lost = pair.broken = False
-        pair.heard = time.monotonic()
+        pair.heard = self.shared.clock()
         self.regain(pair, pair.heard)
 
     def adopt(self, pair: Pair, token: bytes) -> None:
@@ -341,7 +343,7 @@ class Side(Work):
         """The control thread has found a peer dead or silent."""
         pair = self.pairs.get(token)
         if pair is not None:
-            self.lose(pair, detail, time.monotonic())
+            self.lose(pair, detail, self.shared.clock())
             self.run_commands()
 
     def peer_gone(self, token: bytes, detail: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +58,7 @@ class Staging(Side):
     def stage(self, call: Call) -> None:
         """Stage once the fence has passed; calls for one prompt keep their order."""
         self._fenced.append(call)
-        self.pass_fences(time.monotonic())
+        self.pass_fences(self.shared.clock())
 
     def preempt(self, transfer: str) -> None:
         """Take a stage's blocks back, also those of calls whose fence has not passed."""

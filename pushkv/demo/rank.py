@@ -21,7 +21,7 @@ from pushkv.demo.words import Connect, Connected, Failure, Ready, Report
 from pushkv.errors import PushKVError
 from pushkv.trace import Trace
 
-SWITCH_INTERVAL_S = 20e-6
+SWITCH_INTERVAL_S = 50e-6
 """After how long a busy engine thread yields the GIL to the transfer thread; Python's default is 5 ms."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pushkv.core.commands import AskProof, Ended, Send
 from pushkv.core.limits import Limits
-from pushkv.core.messages import Ack, Drained, Failed, TransferKey
+from pushkv.core.messages import Ack, Drained, Failed
 from pushkv.core.outcome import Outcome
 from pushkv.core.sending import Book, Serving
 from pushkv.core.stages import Outbox, Stages
@@ -98,12 +98,7 @@ class Custodian:
         self.timers.cancel(("deadline", serving.peer, offer.sequence))
         self.timers.cancel(("failed", serving.peer, offer.sequence))
         self._out.put(Ended(offer.key, outcome, detail))
-        self._sibling_done(offer.key, outcome)
-
-    def _sibling_done(self, key: TransferKey, outcome: Outcome) -> None:
-        others = self._book.rivals(key)
-        if not any(s.offer.key.attempt > key.attempt and s.state is not Sending.OVER for s in others):
-            self._stages.sibling_done(key, outcome)
+        self._stages.sibling_done(offer.key, outcome)
 
     def _stop(self, serving: Serving) -> None:
         """Nothing more will be posted for this offer."""
@@ -126,7 +121,7 @@ class Custodian:
         self._settle_stage(offer.key.transfer)
 
     def _settle_stage(self, transfer: str) -> None:
-        if self._stages.settle(transfer, self._book.reads(transfer)):
+        if self._stages.settle(transfer, self._book.wants(transfer), self._book.reads(transfer)):
             self.timers.cancel(("stage", transfer))
 
     def _seek_proof(self, peer: str, now: float) -> None:

@@ -23,6 +23,7 @@ from pushkv.core.messages import (
     Offer,
     Renew,
     ToProducer,
+    TransferKey,
 )
 from pushkv.core.outcome import Outcome
 from pushkv.core.sending import Customer, Owed, Serving
@@ -71,7 +72,8 @@ class ProducerMachine(Custodian):
         Then stage again with fresh blocks to go on from the first unsent token, or :meth:`unstage`. Unknown ids
         are fine.
         """
-        self._stages.suspend(transfer, self._book.reads(transfer))
+        self._stages.suspend(transfer)
+        self._settle_stage(transfer)
 
     def unstage(self, transfer: str, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
         """End a stage from this side: its open transfers fail with ``outcome``. Unknown ids are fine."""
@@ -247,22 +249,27 @@ class ProducerMachine(Custodian):
 
     def _admit(self, peer: str, customer: Customer, offer: Offer, now: float) -> None:
         serving = Serving(peer, offer, sent=offer.start)
-        rivals = self._book.rivals(offer.key)
         self._book.add(serving)
-        self._stages.sibling_back(offer.key)
         self.timers.set(("deadline", peer, offer.sequence), now + offer.remaining)
-        for rival in rivals:
-            older = min(rival, serving, key=lambda s: s.offer.key.attempt)
-            self._fail(older, Outcome.SUPERSEDED, "a later attempt has been offered", now)
+        self._supersede(offer.key, now)
         if self._closing:
             self._fail(serving, *self._closing, now)
         self._meet(serving, now)
+
+    def _supersede(self, key: TransferKey, now: float) -> None:
+        """End every attempt but the latest that is known of."""
+        rivals = self._book.rivals(key)
+        latest = max([key.attempt, *(rival.offer.key.attempt for rival in rivals)])
+        for rival in rivals:
+            if rival.offer.key.attempt < latest:
+                self._fail(rival, Outcome.SUPERSEDED, f"attempt {latest} follows", now)
 
     def _on_cancel(self, peer: str, customer: Customer, cancel: Cancel, now: float) -> None:
         serving = customer.live.get(cancel.sequence)
         if serving is None:
             if customer.may_start(cancel.sequence):
-                self._sibling_done(cancel.key, cancel.outcome)
+                self._supersede(cancel.key, now)
+                self._stages.sibling_done(cancel.key, cancel.outcome)
             customer.bury(cancel.sequence)
             self._say(peer, Drained(cancel.key, cancel.sequence))
             self._settle_stage(cancel.key.transfer)

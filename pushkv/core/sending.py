@@ -109,6 +109,10 @@ class Book:
         """Whether a WRITE may still read what is staged under this transfer id."""
         return any(serving.reads for serving in self._by_transfer.get(transfer, ()))
 
+    def wants(self, transfer: str) -> bool:
+        """Whether more will be posted, or completed, of what is staged under this transfer id."""
+        return any(serving.state is Sending.MATCHED for serving in self._by_transfer.get(transfer, ()))
+
     def find(self, peer: str, sequence: int) -> Serving | None:
         """The offer of this consumer with this sequence, None where it is not served."""
         customer = self.customers.get(peer)

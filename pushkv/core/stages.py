@@ -116,15 +116,14 @@ class Stages:
         if ready < known.ready:
             raise ProtocolError(f"{name} goes back from {known.ready} to {ready} tokens: preempt it first")
 
-    def suspend(self, transfer: str, reading: bool) -> None:
+    def suspend(self, transfer: str) -> None:
         """The engine wants the blocks back: nothing more may be posted from them."""
         stage = self.get(transfer)
         if stage is not None and stage.blocks is not None:
             stage.ready, stage.suspended = 0, True
-            self.settle(transfer, reading)
 
     def sibling_done(self, key: TransferKey, outcome: Outcome) -> None:
-        """One sibling has ended with this attempt. SUPERSEDED says that another follows, which is what counts."""
+        """One sibling has ended with this attempt. SUPERSEDED says that another follows, and that one counts."""
         if outcome is Outcome.SUPERSEDED:
             return
         stage = self._stages.get(key.transfer)
@@ -134,25 +133,21 @@ class Stages:
         if len(self._early) > _REMEMBERED:
             self._early.popitem(last=False)
 
-    def sibling_back(self, key: TransferKey) -> None:
-        """A sibling makes a later attempt: what its earlier ones came to does not count."""
-        stage = self._stages.get(key.transfer)
-        done = self._early if stage is None else stage.done
-        if key.base in done and done[key.base][0] < key.attempt:
-            del done[key.base]
-
     def end(self, stage: Stage, outcome: Outcome, detail: str = "") -> None:
         """Give a stage its outcome, once."""
         if not stage.over:
             stage.over = True
             self._out.put(StageEnded(stage.transfer, outcome, detail))
 
-    def settle(self, transfer: str, reading: bool) -> bool:
-        """End a stage that is done with, and release its blocks once nothing reads them; True when it is gone."""
+    def settle(self, transfer: str, wanted: bool, reading: bool) -> bool:
+        """End a stage that is done with, and release its blocks once nothing reads them; True when it is gone.
+
+        It is done with when as many siblings as it waits for have ended, and no offer that it has met wants more.
+        """
         stage = self._stages.get(transfer)
         if stage is None:
             return False
-        if len(stage.done) >= stage.siblings:
+        if len(stage.done) >= stage.siblings and not wanted:
             self.end(stage, worst(outcome for _, outcome in stage.done.values()))
         if reading or not (stage.over or stage.suspended):
             return False

@@ -61,6 +61,15 @@ def open_keys(machine: ProducerMachine) -> frozenset[TransferKey]:
     )
 
 
+def newest_attempts(machine: ProducerMachine) -> dict[tuple[str, str, str, int], int]:
+    """The latest attempt that has been offered and is still served, of every transfer and sibling."""
+    newest: dict[tuple[str, str, str, int], int] = {}
+    for serving in machine._book:
+        key = serving.offer.key
+        newest[key.base] = max(key.attempt, newest.get(key.base, 0))
+    return newest
+
+
 def idle_at_producer(machine: ProducerMachine, peer: str, message: Any) -> Any:
     """Whether a message of this consumer can never again do anything but repeat an answer that is of no use.
 

@@ -29,19 +29,22 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+from walk.errors import Violation
+
 from pushkv.core.commands import AskProof, Command, Post
 from pushkv.core.messages import Offer
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.sending import Serving
 from pushkv.core.stages import Stage
-from pushkv.core.states import Sending
+from pushkv.core.states import Sending, TransitionError
+from pushkv.errors import GeometryError, ProtocolError
 
 M = TypeVar("M")
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)
-_IGNORED = frozenset(
-    "counts limits nonce owed detail timers tries acked _out _commands _next_write _by_write _by_transfer".split()
-)
+_NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "detail", "timers", "tries", "acked", "_out", "_commands")
+_LISTED_ELSEWHERE = ("_by_write", "_by_transfer", "_next_write")
+_IGNORED = frozenset(_NEVER_MATTERS + _LISTED_ELSEWHERE)
 
 
 class Step(NamedTuple):
@@ -79,7 +82,10 @@ def freeze(value: Any) -> Any:
         return tuple(freeze(item) for item in value)
     if isinstance(value, set):
         return frozenset(value)
-    names = list(getattr(value, "__dict__", ())) or list(getattr(type(value), "__slots__", ()))
+    names = [
+        *getattr(value, "__dict__", ()),
+        *(n for base in type(value).__mro__ for n in getattr(base, "__slots__", ())),
+    ]
     return tuple(freeze(getattr(value, name)) for name in names if name not in _IGNORED)
 
 
@@ -139,9 +145,9 @@ class Machines(Generic[M]):
             machine.timers.cancel(args[0])
         try:
             getattr(machine, method)(*args)
-        except (AssertionError, KeyError, AttributeError, TypeError):
-            raise
-        except Exception as refusal:
+        except TransitionError as error:
+            raise Violation(f"the tables: {error}") from error
+        except (ProtocolError, GeometryError) as refusal:
             return Step(state, (), f"{type(refusal).__name__}: {refusal}")
         machine.counts.clear()
         commands = tuple(command for command in machine.commands() if not isinstance(command, AskProof))

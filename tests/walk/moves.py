@@ -7,7 +7,6 @@ from typing import Any
 
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
-
 from walk import facts
 from walk.rules import Move, Parcel, Rules
 from walk.world import BLOCKS, OTHER_PROMPT, PROMPT, TOKENS, Env, Flight, World, block_table, key_of, owed
@@ -28,16 +27,20 @@ class Moves:
         """All moves from a state, each with the state after it. A broken rule raises Violation."""
         r, env = self.rules, w.env
         for move in r.view_c(w.c, w.to_c, env).moves:
-            yield ("C", *move.name), r.after_c(w, move, env)
+            r.trying = ("C", *move.name)
+            yield r.trying, r.after_c(w, move, env)
         for move, after in self._consumer(w):
+            r.trying = ("C", *move.name)
             made = r.after_c(w, move, after)
             r.effects.check_targets(made, -1)
-            yield ("C", *move.name), made
+            yield r.trying, made
         if not env.p_dead:
             for move in r.view_p(w.p, w.to_p, env).moves:
-                yield ("P", *move.name), r.after_p(w, move, env)
+                r.trying = ("P", *move.name)
+                yield r.trying, r.after_p(w, move, env)
             for move, after in self._producer(w):
-                yield ("P", *move.name), r.after_p(w, move, after)
+                r.trying = ("P", *move.name)
+                yield r.trying, r.after_p(w, move, after)
             yield from _told(r, w)
             yield from _losses(r, w)
         yield from _landings(r, w)
@@ -130,7 +133,8 @@ def _stagings(r: Rules, p: int, env: Env) -> Iterator[Engine]:
         for ready in range(env.staged + 1, TOKENS + 1):
             args = ("t", block_table(0), prompt, TOKENS, ready, 0.0)
             if (ready == TOKENS or r.bounds.parts > 1) and not r.ps.step(p, "stage", *args).refusal:
-                yield r.p_move(p, env, ("stages", ready, prompt), "stage", *args), env.but(staged=ready)
+                name = ("stages", ready, "tokens" if prompt == PROMPT else "tokens of another prompt")
+                yield r.p_move(p, env, name, "stage", *args), env.but(staged=ready)
 
 
 def _told(r: Rules, w: World) -> Iterator[Named]:

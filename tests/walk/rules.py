@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from pushkv.core.commands import Command, Send
+from pushkv.core.commands import Command, Post, Send
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.limits import Limits
 from pushkv.core.messages import Complete, Offer, TransferKey
 from pushkv.core.producer import ProducerMachine
-
 from walk import facts
+from walk.errors import Violation
 from walk.machines import Machines, Step
 from walk.timing import check_consumer, check_producer, consumer_due, producer_due
 from walk.world import Bits, Bounds, Effects, Env, World, nonce_of, owed, plain_message
@@ -117,6 +117,8 @@ class Rules:
     def __init__(self, bounds: Bounds, exact: bool = False) -> None:
         self.bounds = bounds
         self.exact = exact
+        self.trying: tuple[Any, ...] = ()
+        """The move that is being made, for who wants to know which one broke a rule."""
         self.net = Bits()
         self.effects = Effects()
         self.ps: Machines[ProducerMachine] = Machines(check_producer)
@@ -149,10 +151,12 @@ class Rules:
         self, state: int, env: Env, name: tuple[Any, ...], method: str, *args: Any, alone: bool = False
     ) -> Move:
         """A call of the producer's machine as a move."""
+        self.trying = name if name[0] == "P" else ("P", *name)
         return self.p.move(env.p_name, env.c_name, name, self.ps.step(state, method, *args), alone)
 
     def c_move(self, state: int, env: Env, name: tuple[Any, ...], method: str, *args: Any) -> Move:
         """A call of the consumer's machine as a move."""
+        self.trying = name if name[0] == "C" else ("C", *name)
         alive = "" if env.p_dead else env.p_name
         return self.c.move(env.c_name, alive, name, self.cs.step(state, method, *args))
 
@@ -176,7 +180,17 @@ class Rules:
         """The world after the producer's machine has moved, in what has become of the rest."""
         _, c, to_p, to_c, air, untold, posted, _ = w
         after = World(move.after, c, to_p, to_c | move.sent, air, untold, posted, env)
-        return self.effects.producer(after, move.commands, move.alone) if move.commands else after
+        if not move.commands:
+            return after
+        self._check_superseded(move)
+        return self.effects.producer(after, move.commands, move.alone)
+
+    def _check_superseded(self, move: Move) -> None:
+        for command in move.commands:
+            if isinstance(command, Post):
+                newest = self.ps.fact(move.after, facts.newest_attempts)
+                if newest.get(command.key.base, 0) > command.key.attempt:
+                    raise Violation(f"superseded: {command.key} is posted although a later attempt was offered")
 
     def after_c(self, w: World, move: Move, env: Env) -> World:
         """The world after the consumer's machine has moved, in what has become of the rest."""

@@ -6,12 +6,13 @@ from collections.abc import Hashable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from pushkv.core.consumer import ConsumerMachine
-from pushkv.core.producer import ProducerMachine
-from pushkv.core.states import Receiving, Sending, Source, Target
-
 from walk.errors import Violation
 from walk.machines import freeze
+
+from pushkv.core.consumer import ConsumerMachine
+from pushkv.core.producer import ProducerMachine
+from pushkv.core.sending import Serving
+from pushkv.core.states import Receiving, Sending, Source, Target
 
 Timer = tuple[Any, ...]
 
@@ -72,7 +73,15 @@ def check_producer(machine: ProducerMachine) -> None:
     served = [serving for customer in machine._book.customers.values() for serving in customer.live.values()]
     assert sorted(map(id, served)) == sorted(map(id, machine._book))
     assert {write for serving in served for write in serving.writes} == set(machine._book._by_write)
+    for serving in served:
+        if serving.state is Sending.MATCHED and serving.unsent and _stage_is_over(machine, serving):
+            raise Violation(f"nothing hangs: {serving.offer.key} waits for more of a stage that is over")
     _check(machine, set(producer_needs(machine)), set(producer_due(machine)))
+
+
+def _stage_is_over(machine: ProducerMachine, serving: Serving) -> bool:
+    stage = machine._stages._stages.get(serving.offer.key.transfer)
+    return stage is not None and stage.over
 
 
 _seen: set[tuple[Any, frozenset[Hashable]]] = set()

@@ -1,4 +1,4 @@
-"""Breadth-first over every reachable joint state."""
+"""Breadth-first over every reachable joint state: to visit all, or for the shortest way to a broken rule."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from pushkv.core.messages import Cancel, Complete, Drained, Failed, Offer, TransferKey
 from walk.errors import Violation
+from walk.fair import FairWeather
 from walk.moves import Moves
 from walk.rules import Rules
-from walk.world import World
+from walk.world import BLOCKS, Flight, World
 
 
 @dataclass
@@ -59,9 +61,13 @@ class Covered:
         return (w.to_p, w.to_c) in self._fullest[self._core(w)]
 
 
-def walk(rules: Rules, most: int = 100_000_000) -> Walked:
-    """Visit every state reachable from the start, or the first ``most`` of them (``whole`` says which)."""
+def walk(rules: Rules, most: int = 100_000_000, fair: bool = False) -> Walked:
+    """Visit every state reachable from the start, or the first ``most`` of them (``whole`` says which).
+
+    ``fair``: from each of them, follow fair weather to the end.
+    """
     moves, covered, seen = Moves(rules), Covered(rules), Walked()
+    weather = FairWeather(moves) if fair else None
     start = rules.start()
     covered.add(start)
     queue = deque([start])
@@ -71,6 +77,8 @@ def walk(rules: Rules, most: int = 100_000_000) -> Walked:
             continue
         seen.states += 1
         try:
+            if weather is not None:
+                weather.check(world)
             for _, made in moves.of(world):
                 seen.transitions += 1
                 after = rules.normal(made)
@@ -93,24 +101,39 @@ def hunt(rules: Rules, most: int = 3_000_000) -> Walked:
     queue = deque([start])
     while queue and not seen.broken and len(came) < most:
         world = queue.popleft()
-        last: Any = "start"
         try:
-            for last, made in moves.of(world):
+            for name, made in moves.of(world):
                 seen.transitions += 1
                 after = rules.normal(made)
                 if after not in came:
-                    came[after] = (world, last)
+                    came[after] = (world, name)
                     queue.append(after)
         except Violation as violation:
-            seen.broken, seen.path = str(violation), _path(came, world, last)
+            seen.broken, seen.path = str(violation), _path(came, world, rules.trying)
     seen.states, seen.whole = len(came), not queue
     seen.producer_states, seen.consumer_states = len(rules.ps), len(rules.cs)
     return seen
 
 
 def _path(came: dict[World, tuple[World, Any] | None], world: World, last: Any) -> list[str]:
-    path = ["then after: " + str(last)]
+    path = [words(last)]
     while (step := came[world]) is not None:
         world, name = step
-        path.append(str(name))
+        path.append(words(name))
     return path[::-1]
+
+
+def words(name: Any) -> str:
+    """A move in words."""
+    if isinstance(name, tuple) and not hasattr(name, "_fields"):
+        return " ".join(words(part) for part in name)
+    if isinstance(name, TransferKey):
+        return f"{name.epoch}#{name.attempt}"
+    if isinstance(name, Flight):
+        return f"[{words(name.complete)} of {words(name.key)} into {BLOCKS[name.block]}]"
+    if isinstance(name, Complete):
+        tokens = [span.token_start for span in name.spans] + [span.token_stop for span in name.spans]
+        return f"part {name.part}, tokens {min(tokens)} to {max(tokens)}"
+    if isinstance(name, (Offer, Cancel, Failed, Drained)):
+        return f"{type(name).__name__} {words(name.key)}"
+    return str(name)

@@ -1,0 +1,56 @@
+"""Walk the protocol machines and print what was seen: ``python tests/walk [--mutants] [--full]``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from walk.mutants import MUTANTS
+from walk.walks import LARGER_WALKS, WALKS
+
+RULES = (
+    "custody ends on proof: no byte lands in a block that is not, or no longer, its transfer's",
+    "sources are held: no block is given back to the producer's engine while a WRITE may read it",
+    "one outcome: every transfer ends once a side",
+    "complete means covered: a consumer says complete only of what has landed, all of it",
+    "agreement: where one side is complete, the other is never rejected, nor failed after it asked",
+    "posted once: no token of an offer is written twice",
+    "superseded: nothing is posted for an attempt that a later one was offered after",
+    "nothing hangs: what is open, drains or waits for proof has a timer; in fair weather all comes to its end",
+    "the tables: no machine tries a transition that its table does not have",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the walks, or the mutants; 1 where a rule broke, or a mutant lived."""
+    print("The rules that are checked in every state:", *RULES, sep="\n  ", end="\n\n")
+    if "--mutants" in arguments:
+        return _mutants()
+    bad = 0
+    for each in (*WALKS, *(LARGER_WALKS if "--full" in arguments else ())):
+        started = time.monotonic()
+        seen = each.run()
+        took = time.monotonic() - started
+        print(f"{each.name}\n  {seen.states:,} joint states visited, {seen.transitions:,} transitions, ", end="")
+        print(f"{seen.producer_states:,} producer and {seen.consumer_states:,} consumer states, {took:.0f} s")
+        print(f"  {seen.broken or 'every rule holds'}", flush=True)
+        bad += bool(seen.broken) or not seen.whole
+    return int(bad > 0)
+
+
+def _mutants() -> int:
+    lived = 0
+    for mutant in MUTANTS:
+        seen = mutant.hunt()
+        caught = seen.broken.startswith(mutant.caught_by)
+        lived += not caught
+        print(f"{mutant.name} ({mutant.rule}): {seen.broken or 'not caught'}, after {seen.states} states")
+        print(*(f"    {step}" for step in seen.path), sep="\n")
+    return int(lived > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

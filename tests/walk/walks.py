@@ -1,0 +1,63 @@
+"""Which walks are made: a few that together pair all that can happen, and larger ones, up to all of it at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from walk.rules import Rules
+from walk.search import Walked, walk
+from walk.world import Bounds
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One walk, to the end of its bounds; ``fair``: with a look at fair weather from every state."""
+
+    name: str
+    bounds: Bounds
+    fair: bool = False
+
+    def run(self) -> Walked:
+        """Visit every state."""
+        return walk(Rules(self.bounds), fair=self.fair)
+
+
+WALKS = (
+    Walk(
+        "2 attempts, 2 parts, a preemption; WRITE errors, cancels, losses",
+        Bounds(p_restarts=0, c_restarts=0),
+    ),
+    Walk(
+        "1 attempt, 2 parts, a restart a side; WRITE errors, cancels, losses",
+        Bounds(attempts=1, preemptions=0),
+    ),
+    Walk(
+        "2 attempts, a producer's restart, a preemption; WRITE errors, cancels, losses",
+        Bounds(parts=1, c_restarts=0),
+    ),
+    Walk(
+        "2 attempts, a consumer's restart; WRITE errors, cancels, losses",
+        Bounds(parts=1, p_restarts=0, preemptions=0),
+    ),
+    Walk(
+        "1 attempt, 2 parts, staged twice, a preemption, refusals, a producer's restart; fair weather",
+        Bounds(attempts=1, stagings=2, c_restarts=0, refusals=True),
+        fair=True,
+    ),
+    Walk(
+        "1 attempt, a restart a side, staged twice, refusals; fair weather",
+        Bounds(attempts=1, parts=1, stagings=2, preemptions=0, refusals=True),
+        fair=True,
+    ),
+    Walk(
+        "2 attempts, staged twice; WRITE errors, cancels, losses; fair weather",
+        Bounds(parts=1, stagings=2, p_restarts=0, c_restarts=0),
+        fair=True,
+    ),
+)
+
+LARGER_WALKS = (
+    Walk("1 attempt, 2 parts, a preemption, a restart a side", Bounds(attempts=1)),
+    Walk("2 attempts, a restart a side", Bounds(parts=1, preemptions=0)),
+    Walk("everything: 2 attempts, 2 parts, a preemption, a restart a side", Bounds()),
+)

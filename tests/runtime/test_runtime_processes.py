@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from runtime.actors import Actor, make_cache, make_config, start
-from runtime.scene import WAIT, until
 
 from pushkv import Consumer, Link, Outcome, Producer, Transfer
 from pushkv.runtime.ending import Ending
+from runtime.actors import Actor, make_cache, make_config, start
+from runtime.scene import WAIT, until
 
 pytestmark = pytest.mark.processes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,9 @@ class NixlSettings:
 def make_agent(nixl: NixlModule, settings: NixlSettings) -> Any:
     """Make the agent with its one backend. Raises TransportUnavailable saying what to install or change."""
     refuse_broken_writes(nixl, settings.backend)
+    # UCX connects to a peer as it loads its metadata: without this the call lasts as long as the kernel tries, two
+    # minutes where nothing answers, and nobody else is served meanwhile.
+    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     bindings: Any = nixl.bindings
     config = bindings.nixlAgentConfig()
     config.useProgThread = settings.progress_thread

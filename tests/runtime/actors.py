@@ -7,14 +7,15 @@ import multiprocessing.connection
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from runtime.scene import QUICK, WAIT
 
 from pushkv import Consumer, EndpointConfig, KVCache, Link, Producer, Transfer
 from pushkv.runtime.ending import Ending
+from runtime.scene import QUICK, WAIT
 
 Pipe = multiprocessing.connection.Connection
 BLOCK = 1 << 20
@@ -39,8 +40,8 @@ def make_config(engine: str, **more: Any) -> EndpointConfig:
 class Role:
     """What a child process can be told: its methods, by name."""
 
-    def __init__(self, kind: str, engine: str, settings: dict[str, Any]) -> None:
-        config, cache = make_config(engine, **settings), make_cache(kind == "producer")
+    def __init__(self, kind: str, engine: str, settings: dict[str, Any], cache: KVCache | None = None) -> None:
+        config, cache = make_config(engine, **settings), cache or make_cache(kind == "producer")
         self.end: Producer | Consumer = (Producer if kind == "producer" else Consumer)(config, cache)
         self.array = cache.arrays[0]
         self.stages: dict[str, Ending] = {}
@@ -75,8 +76,12 @@ class Role:
 
 
 def serve(pipe: Pipe, kind: str, engine: str, settings: dict[str, Any]) -> None:
-    """The child's main loop."""
-    role = Role(kind, engine, settings)
+    """The child's work: one endpoint."""
+    obey(pipe, Role(kind, engine, settings))
+
+
+def obey(pipe: Pipe, role: object) -> None:
+    """The child's main loop: call what it is told to until the parent goes away."""
     pipe.send(None)
     while True:
         try:
@@ -121,10 +126,15 @@ class Actor:
 
 
 def start(kind: str, engine: str, **settings: Any) -> Actor:
-    """Start a child; it is ready when this returns."""
+    """Start a child with an endpoint; it is ready when this returns."""
+    return launch(serve, kind, engine, settings)
+
+
+def launch(work: Callable[..., None], *arguments: Any) -> Actor:
+    """Start a child that gets a pipe and these arguments; it obeys when this returns."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, kind, engine, settings), daemon=True)
+    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     actor = Actor(process, ours)

@@ -79,11 +79,12 @@ class TransferThread:
 
     def stop(self, timeout: float) -> bool:
         """End the thread after what it has been given; whether it ended in time."""
-        self.submit(self._stop)
+        self.submit(self.end)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _stop(self) -> None:
+    def end(self) -> None:
+        """End after this round; called on the thread itself."""
         self._stopping.set()
 
     def _run(self) -> None:

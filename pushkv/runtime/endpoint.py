@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -11,15 +10,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pushkv.cache import KVCache
-from pushkv.config import LONGEST, EndpointConfig
+from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command
-from pushkv.core.messages import Blocks, Table
-from pushkv.core.prompt import DIGEST_BYTES
-from pushkv.errors import ConfigError, EndpointClosed, GeometryError, ProtocolError
+from pushkv.errors import ConfigError, EndpointClosed
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
@@ -37,7 +31,7 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Side)
 E = TypeVar("E", bound="Endpoint[Any]")
-__all__ = ["Ending", "Endpoint", "TransportFactory", "check_request", "pack_blocks"]
+__all__ = ["Ending", "Endpoint", "TransportFactory"]
 
 TransportFactory = Callable[[str], Transport]
 SIGN_OF_LIFE = 1.0
@@ -46,8 +40,8 @@ LONG_AWAY = 1.0
 """Seconds without a tick after which it was this process that was not there, and no peer's silence counts."""
 MOST_EVENTS = 1 << 16
 """How many events wait to be taken: an engine that waits on transfers instead must not gather them for ever."""
-_kept: list[object] = []
-"""What is still in somebody's custody when its endpoint closes: it lives as long as the process."""
+AGAIN = 1.0
+"""Seconds between tries to go on with a fresh agent."""
 
 
 class Endpoint(Generic[S]):
@@ -274,6 +268,12 @@ class Endpoint(Generic[S]):
         self._check_open()
         self._life.submit(action)
 
+    def _submit_to_all(self, action: Callable[[S], object]) -> None:
+        """Have the transfer threads of all lives do something: what it is about may be in any."""
+        self._check_open()
+        for life in self._lives:
+            life.submit(action)
+
     def _emit(self, event: Command) -> None:
         self._events.append(event)
         if len(self._events) > MOST_EVENTS:
@@ -378,47 +378,3 @@ def _transport_factory(config: EndpointConfig) -> TransportFactory:
         )
 
     return make
-
-
-def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
-    """Block ids as a message holds them: one list for a cache of one group, or one a group.
-
-    ``first`` is the logical block (in the request) of the first id. Raises GeometryError for ids out of range.
-    """
-    groups = cache.geometry.groups
-    lists = [blocks] if len(groups) == 1 and not _nested(blocks) else list(blocks)  # type: ignore[call-overload]
-    if len(lists) != len(groups):
-        raise GeometryError(f"{len(lists)} block tables were given for {len(groups)} cache groups; give one a group.")
-    tables = []
-    for number, (ids, group) in enumerate(zip(lists, groups, strict=True)):
-        array = _ids(ids)
-        if array.size and not (int(array.min()) >= 0 and int(array.max()) < group.blocks):
-            raise GeometryError(
-                f"Group {number} is given blocks {int(array.min())} to {int(array.max())}; it has {group.blocks}."
-            )
-        tables.append(Table(first, array.astype("<i4").tobytes()))
-    return Blocks(tuple(tables))
-
-
-def _ids(ids: object) -> NDArray[np.integer]:
-    try:
-        array = np.asarray(ids).reshape(-1)
-    except ValueError as error:
-        raise GeometryError(f"Block ids {ids!r:.80} are no list of numbers ({error}); give one.") from error
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise GeometryError(f"Block ids {ids!r:.80} are no whole numbers; give a list of them.")
-    return array.astype(np.int64) if array.size == 0 else array
-
-
-def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
-    """What no peer would take is refused where the engine asks for it. Raises ProtocolError."""
-    if not 0 < len(transfer) <= 512:
-        raise ProtocolError(f"transfer id {transfer!r:.80} has {len(transfer)} characters; give 1 to 512.")
-    if len(prompt) != DIGEST_BYTES:
-        raise ProtocolError(f"{transfer}'s prompt digest has {len(prompt)} bytes; make it with pushkv.prompt_digest.")
-    if deadline is not None and not 0 < deadline <= LONGEST:
-        raise ProtocolError(f"{transfer}'s deadline is {deadline} s; give seconds above 0, at most a day.")
-
-
-def _nested(blocks: object) -> bool:
-    return isinstance(blocks, (list, tuple)) and bool(blocks) and not isinstance(blocks[0], (int, np.integer))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_site import FakeSite
 
+from fake_site import FakeSite
 from pushkv.cli import main
 from pushkv.discovery import own_distribution
 

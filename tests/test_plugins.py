@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_site import BACKEND, FAILS, PASSES, PLUGIN, FakeSite
 
+from fake_site import BACKEND, FAILS, PASSES, PLUGIN, FakeSite
 from pushkv.backends.base import ArrayDescription, Check, Fence, MemoryBackend, PassedFence, Verdict
 from pushkv.discovery import DISABLE, Entry, Fault, discover, own_distribution
 from pushkv.errors import BackendError, ConfigError, PushKVError, UnclaimedDevice

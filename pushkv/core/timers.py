@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
 
 
 class Timers:
-    """A set of named timers. Few are pending at once and most are cancelled, so a dict does."""
+    """A set of named timers.
 
-    __slots__ = ("_due", "_next")
+    Most are moved or cancelled before they are due, so the heap may hold entries that no longer stand: an entry
+    stands while it is the one that the name was last set with.
+    """
+
+    __slots__ = ("_due", "_heap", "_settings")
 
     def __init__(self) -> None:
-        self._due: dict[Hashable, float] = {}
-        self._next: float | None = None
+        self._due: dict[Hashable, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Hashable]] = []
+        self._settings = 0
 
     def set(self, name: Hashable, when: float) -> None:
         """Set or move a timer."""
-        self._due[name] = when
-        if self._next is not None and when < self._next:
-            self._next = when
+        self._settings += 1
+        self._due[name] = (when, self._settings)
+        heappush(self._heap, (when, self._settings, name))
+        if len(self._heap) > 64 + 2 * len(self._due):
+            self._heap = [(when, setting, name) for name, (when, setting) in self._due.items()]
+            heapify(self._heap)
 
     def cancel(self, name: Hashable) -> None:
         """Forget a timer; unknown names are fine."""
-        if self._due.pop(name, None) == self._next:
-            self._next = None
+        self._due.pop(name, None)
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._due
+
+    def __len__(self) -> int:
+        return len(self._due)
 
     def pending(self) -> Iterator[Hashable]:
         """The names of all timers that are set."""
@@ -34,17 +45,18 @@ class Timers:
 
     def next(self) -> float | None:
         """When the first timer is due, None for no timer at all."""
-        if self._next is None and self._due:
-            self._next = min(self._due.values())
-        return self._next if self._due else None
+        while self._heap:
+            when, setting, name = self._heap[0]
+            if self._due.get(name) == (when, setting):
+                return when
+            heappop(self._heap)
+        return None
 
     def take(self, now: float) -> list[Hashable]:
         """Remove and return the timers that are due, earliest first."""
-        first = self.next()
-        if first is None or first > now:
-            return []
-        due = sorted((when, index, name) for index, (name, when) in enumerate(self._due.items()) if when <= now)
-        for _, _, name in due:
+        due = []
+        while (first := self.next()) is not None and first <= now:
+            _, _, name = heappop(self._heap)
             del self._due[name]
-        self._next = None
-        return [name for _, _, name in due]
+            due.append(name)
+        return due

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from runtime.scene import Clock, Scene
 
 from pushkv.transport.memory import Network
+from runtime.scene import Clock, Scene
 
 
 @pytest.fixture

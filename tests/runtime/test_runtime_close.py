@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 from pushkv import Consumer, Link, Outcome, Producer
 from pushkv.errors import EndpointClosed, HandshakeRefused, TransportUnavailable
 from pushkv.runtime import life as life_module
 from pushkv.transport.base import Transport
 from pushkv.transport.memory import Network
+from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 
 def made(scene: Scene) -> tuple[Producer, Consumer, Link, Pushed]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from runtime.scene import QUICK, WAIT, Pushed, Scene, array_of, cache_of, fill, knows, memory_of, until
 
 from pushkv import Consumer, Limits, Link, Outcome, Producer
 from pushkv.runtime.peering import FORMER
 from pushkv.transport.memory import Faults, Network, OnDeath
+from runtime.scene import QUICK, WAIT, Pushed, Scene, array_of, cache_of, fill, knows, memory_of, until
 
 MakeScene = Callable[[Network], Scene]
 

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, memory_of, until
 
 from pushkv import Consumer, EndpointConfig, Outcome, Producer
 from pushkv.core.layouts import shard
@@ -22,6 +21,7 @@ from pushkv.errors import AddressError, ConfigError, HandshakeError, HandshakeRe
 from pushkv.runtime import address, wire
 from pushkv.runtime.address import parse, parse_dialled
 from pushkv.runtime.consuming import Consuming
+from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, memory_of, until
 
 
 class TestRefusals:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from runtime.scene import Scene, blocks_for, until
 
 from pushkv import Consumer, Outcome, Producer
 from pushkv.core.messages import TOKEN_BYTES
@@ -14,6 +13,7 @@ from pushkv.errors import AddressError, HandshakeError
 from pushkv.runtime import wire
 from pushkv.runtime.keys import new_key
 from pushkv.runtime.rate import Rate
+from runtime.scene import Scene, blocks_for, until
 
 PROMPT = b"p" * 32
 

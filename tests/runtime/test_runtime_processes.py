@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from runtime.actors import Actor, make_cache, make_config, start
-from runtime.scene import WAIT, until
 
 from pushkv import Consumer, Link, Outcome, Producer, Transfer
 from pushkv.runtime.ending import Ending
+from runtime.actors import Actor, make_cache, make_config, start
+from runtime.scene import WAIT, until
 
 pytestmark = pytest.mark.processes
 
@@ -23,6 +23,7 @@ SMALL, LARGE = 1, 256
 """Blocks of 1 MiB."""
 
 Start = Callable[..., Actor]
+Bystander = Callable[[str], Actor]
 TLS = pytest.mark.parametrize("tls", ["", "tcp"], ids=["default", "tcp"])
 
 
@@ -38,6 +39,26 @@ def begin() -> Iterator[Start]:
     for actor in actors:
         actor.kill()
         actor.pipe.close()
+
+
+@pytest.fixture(scope="module")
+def bystanders() -> Iterator[dict[tuple[str, str], Actor]]:
+    """Peers that nothing happens to, by kind and transports; started once, as starting takes its time."""
+    actors: dict[tuple[str, str], Actor] = {}
+    yield actors
+    for actor in actors.values():
+        actor.kill()
+        actor.pipe.close()
+
+
+@pytest.fixture
+def bystander(lanes: str, bystanders: dict[tuple[str, str], Actor]) -> Callable[[str], Actor]:
+    def one(kind: str) -> Actor:
+        if (kind, lanes) not in bystanders:
+            bystanders[kind, lanes] = start(kind, f"bystander-{kind}")
+        return bystanders[kind, lanes]
+
+    return one
 
 
 @pytest.fixture
@@ -81,8 +102,8 @@ class TestAProducerDies:
         assert landed(consumer, 310, SMALL, 7)
 
     @TLS
-    def test_before_the_write(self, begin: Start, consumer: Consumer) -> None:
-        victim, other = begin("producer", "p"), begin("producer", "q")
+    def test_before_the_write(self, begin: Start, bystander: Bystander, consumer: Consumer) -> None:
+        victim, other = begin("producer", "p"), bystander("producer")
         address = victim.ask("address")
         link, second = consumer.connect(address), consumer.connect(other.ask("address"))
         waiting = [offer(consumer, link, f"r{n}", n, SMALL) for n in range(3)]
@@ -96,10 +117,9 @@ class TestAProducerDies:
         self.push(consumer, consumer.connect(address), again, "the next epoch")
 
     @TLS
-    def test_during_a_write(self, begin: Start, consumer: Consumer) -> None:
-        victim, other = begin("producer", "p"), begin("producer", "q")
-        address = victim.ask("address")
-        link, second = consumer.connect(address), consumer.connect(other.ask("address"))
+    def test_during_a_write(self, begin: Start, bystander: Bystander, consumer: Consumer) -> None:
+        victim, other = begin("producer", "p"), bystander("producer")
+        link, second = consumer.connect(victim.ask("address")), consumer.connect(other.ask("address"))
         array = consumer.cache.arrays[0]
         assert isinstance(array, np.ndarray)
         before = offer(consumer, link, "waits", 300, SMALL)
@@ -118,8 +138,7 @@ class TestAProducerDies:
         assert before.wait_released(WAIT)
         assert consumer.stats()["proof: process reaped"] == 1
         array[:] = 0
-        again = begin("producer", "p", bind=address)
-        self.push(consumer, consumer.connect(address), again, "the next epoch")
+        self.push(consumer, second, other, "and on again")
         assert not array[0, :LARGE].any(), "nothing lands after the proof"
 
     @TLS
@@ -174,15 +193,15 @@ class TestAConsumerDies:
         assert ending.wait(WAIT) is Outcome.COMPLETE
         assert ending.wait_released(WAIT)
 
-    def pair(self, begin: Start, producer: Producer) -> tuple[Actor, Actor]:
-        victim, other = begin("consumer", "d"), begin("consumer", "e")
+    def pair(self, begin: Start, bystander: Bystander, producer: Producer) -> tuple[Actor, Actor]:
+        victim, other = begin("consumer", "d"), bystander("consumer")
         for actor in (victim, other):
             actor.ask("connect", producer.address)
         return victim, other
 
     @TLS
-    def test_before_the_write(self, begin: Start, producer: Producer) -> None:
-        victim, other = self.pair(begin, producer)
+    def test_before_the_write(self, begin: Start, bystander: Bystander, producer: Producer) -> None:
+        victim, other = self.pair(begin, bystander, producer)
         victim.ask("offer", "r", 0, SMALL)
         part = producer.stage("r", [3], prompt=bytes(32), prompt_tokens=1, ready=0)
         until(lambda: producer._side.in_custody == 1)
@@ -195,8 +214,8 @@ class TestAConsumerDies:
         self.push(producer, again, "the next epoch")
 
     @TLS
-    def test_during_a_write(self, begin: Start, producer: Producer, tls: str) -> None:
-        victim, other = self.pair(begin, producer)
+    def test_during_a_write(self, begin: Start, bystander: Bystander, producer: Producer, tls: str) -> None:
+        victim, other = self.pair(begin, bystander, producer)
         victim.ask("offer", "large", 0, LARGE)
         until(lambda: producer._side.in_custody == 1)
         if tls:
@@ -213,13 +232,10 @@ class TestAConsumerDies:
         assert large.wait(WAIT) in ([Outcome.PEER_LOST] if tls else [Outcome.PEER_LOST, Outcome.COMPLETE])
         assert large.wait_released(WAIT)
         until(lambda: len(producer._side.agents) == 1, "the epoch is forgotten")
-        again = begin("consumer", "d")
-        again.ask("connect", producer.address)
-        self.push(producer, again, "the next epoch")
 
     @TLS
-    def test_after_the_write(self, begin: Start, producer: Producer) -> None:
-        victim, other = self.pair(begin, producer)
+    def test_after_the_write(self, begin: Start, bystander: Bystander, producer: Producer) -> None:
+        victim, other = self.pair(begin, bystander, producer)
         self.push(producer, victim, "r")
         victim.kill()
         self.push(producer, other, "on")
@@ -229,7 +245,8 @@ class TestAConsumerDies:
     @TLS
     def test_closing_in_good_order_is_heard_at_once(self, begin: Start, producer: Producer) -> None:
         """Long before the silence would tell, and while its process lives."""
-        _, other = self.pair(begin, producer)
+        other = begin("consumer", "d")
+        other.ask("connect", producer.address)
         assert other.ask("close") is True
         until(lambda: producer.stats().get("peers lost") == 1)
         assert other.process.is_alive()

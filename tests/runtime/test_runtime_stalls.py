@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 from pushkv import Outcome
 from pushkv.errors import TransportError
 from pushkv.runtime.turn import MOST_A_LOOK, Abandoned, Turn
 from pushkv.transport.memory import MemoryTransport, Network
 from pushkv.transport.memory_network import Network as NetworkOf
+from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 STALL = 0.3
 

@@ -7,13 +7,13 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 from pushkv import Consumer, Outcome, Producer
 from pushkv.runtime.loop import BATCH
 from pushkv.runtime.pair import Pair
 from pushkv.transport.base import Transport
 from pushkv.transport.memory import MemoryTransport
+from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 
 def watched(scene: Scene, callers: dict[str, set[str]]) -> type[MemoryTransport]:

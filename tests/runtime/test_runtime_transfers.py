@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from pushkv import Consumer, Limits, Link, Outcome, Producer, prompt_digest
+from pushkv.core.commands import Ended, Released, StageEnded, StageReleased
+from pushkv.core.layouts import shard
+from pushkv.errors import GeometryError, ProtocolError
 from runtime.scene import (
     QUICK,
     TOKENS,
@@ -19,11 +24,6 @@ from runtime.scene import (
     same_tokens,
     until,
 )
-
-from pushkv import Consumer, Limits, Link, Outcome, Producer, prompt_digest
-from pushkv.core.commands import Ended, Released, StageEnded, StageReleased
-from pushkv.core.layouts import shard
-from pushkv.errors import GeometryError, ProtocolError
 
 
 @pytest.fixture

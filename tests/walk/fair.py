@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from walk.errors import Violation
-from walk.moves import Moves
-from walk.world import World
-
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.messages import TransferKey
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.states import Receiving, Sending, Source, Target
+from walk.errors import Violation
+from walk.moves import Moves
+from walk.world import World
 
 _GOOD = ("P starts again", "bytes land", "told done", "has proof", "connects", "gets", "timer")
 

@@ -29,7 +29,6 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from walk.errors import Violation
 
 from pushkv.core.commands import AskProof, Command, Post
 from pushkv.core.messages import Offer
@@ -39,6 +38,7 @@ from pushkv.core.sending import Serving
 from pushkv.core.stages import Stage
 from pushkv.core.states import Sending, TransitionError
 from pushkv.errors import GeometryError, ProtocolError
+from walk.errors import Violation
 
 M = TypeVar("M")
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)

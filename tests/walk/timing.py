@@ -6,13 +6,12 @@ from collections.abc import Hashable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from walk.errors import Violation
-from walk.machines import freeze
-
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.sending import Serving
 from pushkv.core.states import Receiving, Sending, Source, Target
+from walk.errors import Violation
+from walk.machines import freeze
 
 Timer = tuple[Any, ...]
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from walk.errors import Violation
-from walk.machines import plain
 
 from pushkv.core.commands import Command, Ended, Post, Released, StageEnded, StageReleased
 from pushkv.core.messages import Blocks, Cancel, Complete, Failed, Table, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
+from walk.errors import Violation
+from walk.machines import plain
 
 PROMPT = b"p" * 32
 OTHER_PROMPT = b"q" * 32

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from runtime.scene import WAIT, Pushed, Scene, knows, until
 
 from pushkv import Consumer, Link, Outcome, Producer
 from pushkv.errors import EndpointClosed, HandshakeError
 from pushkv.transport.host import this_host
 from pushkv.transport.memory import Network
+from runtime.scene import WAIT, Pushed, Scene, knows, until
 
 MakeScene = Callable[[Network], Scene]
 

@@ -94,6 +94,12 @@ class ConsumerMachine:
         """The transfers whose blocks are in custody."""
         return list(self._transfers)
 
+    @property
+    def quarantined(self) -> int:
+        """How many transfers wait for nothing but proof."""
+        done = (Target.ENDED, Target.QUARANTINED)
+        return sum(all(rank.custody in done for rank in one.ranks.values()) for one in self._transfers.values())
+
     def custody(self) -> Counter[Target]:
         """How many offers are in which custody."""
         return Counter(rank.custody for transfer in self._transfers.values() for rank in transfer.ranks.values())

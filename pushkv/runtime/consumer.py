@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import partial
 
 from pushkv.cache import KVCache
@@ -20,21 +19,38 @@ from pushkv.core.receiving import Order
 from pushkv.core.template import uncovered
 from pushkv.errors import GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
-from pushkv.runtime.address import parse_dialled
+from pushkv.runtime.address import Address, parse_dialled
 from pushkv.runtime.consuming import Consuming, Dial
 from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
-from pushkv.runtime.endpoint import Endpoint, TransportFactory, check_request, pack_blocks
+from pushkv.runtime.endpoint import Endpoint, TransportFactory
+from pushkv.runtime.life import Life
 from pushkv.runtime.pair import Pair
+from pushkv.runtime.requests import check_request, pack_blocks
 from pushkv.runtime.side import Shared
 from pushkv.trace import Trace
 
+REDIAL, REDIAL_MOST = 1.0, 30.0
+"""Seconds between introductions at the address of a rank that is away: at first, and at most."""
 
-@dataclass(frozen=True)
+
 class Link:
-    """A connected prefill engine: all of its ranks that hold KV for this consumer rank."""
+    """A connected prefill engine: all of its ranks that hold KV for this consumer rank.
 
-    pairs: tuple[Pair, ...]
+    It stays good: when a rank is lost or goes on with another agent, the consumer keeps introducing itself at its
+    address, and the link is alive again once all ranks have answered.
+    """
+
+    def __init__(self, life: Callable[[], Life[Consuming]], routes: tuple[str, ...]) -> None:
+        self._life = life
+        self.routes = routes
+        self._fitting: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The present pairs; fewer than routes while some are away."""
+        linked = self._life().side.linked
+        return tuple(pair for route in self.routes if (pair := linked.get(route)) is not None)
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -43,8 +59,23 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether none of the ranks is lost. After a loss connect again."""
-        return not any(pair.lost for pair in self.pairs)
+        """Whether every rank is there."""
+        pairs = self.pairs
+        return len(pairs) == len(self.routes) and not any(pair.lost or pair.moved for pair in pairs)
+
+    def fitting(self) -> tuple[Pair, ...]:
+        """The pairs, all there and together owing everything. Raises HandshakeError where they do not."""
+        pairs, agents = self.pairs, self.agents
+        if len(pairs) < len(self.routes):
+            raise HandshakeError(
+                f"{len(pairs)} of {len(self.routes)} ranks at {', '.join(self.routes)} are connected"
+            )
+        if agents != self._fitting:
+            if missing := uncovered([pair.template for pair in pairs]):
+                where = ", ".join(self.routes)
+                raise HandshakeError(f"the producers at {where} together do not fit: {'; '.join(missing[:8])}")
+            self._fitting = agents
+        return pairs
 
 
 class Transfer(Ending):
@@ -72,6 +103,10 @@ class Consumer(Endpoint[Consuming]):
         trace: Trace | None = None,
     ) -> None:
         self._transfers: dict[TransferKey, Transfer] = {}
+        self._wanted: dict[str, Address] = {}
+        self._redial_at: dict[str, tuple[float, float]] = {}
+        """When a rank that is away is dialled next, and how long was waited for that."""
+        self._redials: dict[str, Dial] = {}
         super().__init__(config, cache, transport=transport, trace=trace)
         self._start()
 
@@ -86,21 +121,30 @@ class Consumer(Endpoint[Consuming]):
         or where the ranks together lack layers or heads.
         """
         urls = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        life = self._life
         wait = self.config.connect_timeout if timeout is None else timeout
         deadline = time.monotonic() + wait
-        dials = [self._dial(one) for one in urls]
+        self._check_open()
+        dials = [self._dial(life, parse_dialled(one)) for one in urls]
         try:
-            pairs = tuple(_finished(dial, deadline, wait) for dial in dials)
+            for dial in dials:
+                _finished(dial, deadline, wait)
         finally:
             for dial in dials:
-                self._transfer.submit(partial(self._side.give_up, dial))
-        if missing := uncovered([pair.template for pair in pairs]):
-            raise HandshakeError(f"the producers at {', '.join(urls)} together do not fit: {'; '.join(missing[:8])}")
-        return Link(pairs)
+                life.submit(partial(_give_up, dial))
+        link = Link(lambda: self._life, tuple(dial.route for dial in dials))
+        link.fitting()
+        self._wanted.update({dial.route: dial.address for dial in dials})
+        return link
 
-    def _dial(self, address: str) -> Dial:
-        dial = Dial(secrets.token_bytes(16), parse_dialled(address), Future())
-        self._submit(lambda: self._side.dial(dial))
+    def disconnect(self, link: Link) -> None:
+        """Stop looking for the ranks of a link that are away; what is open goes on."""
+        for route in link.routes:
+            self._wanted.pop(route, None)
+
+    def _dial(self, life: Life[Consuming], address: Address) -> Dial:
+        dial = Dial(secrets.token_bytes(16), address, Future())
+        life.submit(lambda side: side.dial(dial))
         return dial
 
     def offer(
@@ -132,27 +176,28 @@ class Consumer(Endpoint[Consuming]):
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
         into = pack_blocks(self.cache, blocks, first_block)
-        key = TransferKey(transfer, self.config.engine, self.epoch, sibling, attempt)
+        life = self._life
+        key = TransferKey(transfer, self.config.engine, life.epoch, sibling, attempt)
         if key in self._transfers:
             raise ProtocolError(f"{key} is offered already; count attempt up and take other blocks.")
         handle = self._transfers[key] = Transfer(key)
-        pairs = link.pairs
 
         def make() -> Order:
+            pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
             return Order(key, into, prompt, prompt_tokens, start, stop, owed, deadline)
 
-        self._submit(lambda: self._side.offer(key, into, make))
+        life.submit(lambda side: side.offer(key, into, make))
         return handle
 
     def cancel(self, transfer: Transfer, detail: str = "cancelled by the engine") -> None:
         """End a transfer (the request was aborted). Its blocks are free once it is released, not before."""
-        self._submit(lambda: self._side.cancel(transfer.key, Outcome.CANCELLED, detail))
+        self._submit_to_all(lambda side: side.cancel(transfer.key, Outcome.CANCELLED, detail))
 
     @property
     def held_blocks(self) -> int:
         """How many blocks were in custody (offered, draining or quarantined) when the transfer thread last looked."""
-        return self._side.held_blocks
+        return sum(life.side.held_blocks for life in self._lives)
 
     def _emit(self, event: Command) -> None:
         handle = self._transfers.get(event.key) if isinstance(event, (Ended, Released)) else None
@@ -163,11 +208,31 @@ class Consumer(Endpoint[Consuming]):
             self._transfers.pop(handle.key, None)
         super()._emit(event)
 
-    def _wind_up(self) -> None:
-        now = time.monotonic()
-        for key in self._side.machine.transfers():
-            self._side.machine.cancel(key, now, detail="the consumer is shutting down")
-        self._side.run_commands()
+    def _wind_up(self, side: Consuming) -> None:
+        side.end_open(Outcome.CANCELLED, "the consumer is shutting down")
+
+    def _reconnect(self, old: Life[Consuming]) -> None:
+        self._redial_at.clear()
+
+    def _tick(self) -> None:
+        super()._tick()
+        if not self._closing:
+            self._redial(time.monotonic())
+
+    def _redial(self, now: float) -> None:
+        """Introduce ourselves again where a rank that we want is away."""
+        life = self._life
+        for route, address in list(self._wanted.items()):
+            pair = life.side.linked.get(route)
+            away = pair is None or pair.lost or pair.moved
+            if away and now >= self._redial_at.get(route, (0.0, 0.0))[0] and not life.stalled:
+                wait = min(max(2 * self._redial_at.get(route, (0.0, 0.0))[1], REDIAL), REDIAL_MOST)
+                self._redial_at[route] = (now + wait, wait)
+                if (earlier := self._redials.get(route)) is not None:
+                    life.submit(partial(_give_up, earlier))
+                self._redials[route] = self._dial(life, address)
+            elif not away:
+                self._redial_at.pop(route, None)
 
     def _end_the_rest(self) -> None:
         for handle in list(self._transfers.values()):
@@ -175,14 +240,20 @@ class Consumer(Endpoint[Consuming]):
             handle.release()
         self._transfers.clear()
 
-    def _in_custody(self) -> bool:
-        return bool(self._side.in_custody)
-
     def _control_message(self, route: Route, message: wire.Control) -> None:
         if isinstance(message, wire.Welcome):
-            self._transfer.submit(lambda: self._side.welcomed(message))
+            self._for_dial(message.token, lambda side: side.welcomed(message))
         elif isinstance(message, wire.Refusal):
-            self._transfer.submit(lambda: self._side.refused(message))
+            self._for_dial(message.token, lambda side: side.refused(message))
+
+    def _for_dial(self, token: bytes, action: Callable[[Consuming], None]) -> None:
+        for life in self._lives:
+            if token in life.side.dials:
+                life.submit(action)
+
+
+def _give_up(dial: Dial, side: Consuming) -> None:
+    side.give_up(dial)
 
 
 def _finished(dial: Dial, deadline: float, wait: float) -> Pair:

@@ -101,6 +101,8 @@ class Consuming(Side):
         super().__init__(shared, machine)
         self.machine = machine
         self.dials: dict[bytes, Dial] = {}
+        self.linked: dict[str, Pair] = {}
+        """The present pair of each producer, by route; also read by other threads."""
         self._traced: dict[bytes, TransferKey] = {}
         self._offered: dict[TransferKey, int] = {}
         self.held_blocks = 0
@@ -111,8 +113,7 @@ class Consuming(Side):
 
     def ground(self, detail: str, now: float) -> None:
         """Without a data mover no arrival is heard: end what is open and drain over the control connections."""
-        for key in self.machine.transfers():
-            self.machine.cancel(key, now, Outcome.TRANSPORT_ERROR, detail)
+        self.end_open(Outcome.TRANSPORT_ERROR, detail)
         for dial in self.dials.values():
             dial.fail(TransportError(detail))
         self.dials.clear()
@@ -122,13 +123,20 @@ class Consuming(Side):
         if now >= self._next_search:
             self._next_search = now + SEARCH
             for pair in [pair for pair in self.agents.values() if pair.lost]:
-                self._ask_proof(pair.agent, now)
+                self.ask_proof(pair.agent, now)
         return super().look(now)
 
     def measure(self) -> None:
         """Publish how much is in custody."""
         self.in_custody = len(self.machine.transfers()) + len(self._refused)
         self.held_blocks = self.machine.held_blocks()
+        self.quarantined = self.machine.quarantined
+
+    def end_open(self, outcome: Outcome, detail: str) -> None:
+        """Cancel every transfer, for this reason."""
+        for key in self.machine.transfers():
+            self.machine.cancel(key, self.shared.clock(), outcome, detail)
+        self.run_commands()
 
     # Handshakes
 
@@ -195,6 +203,7 @@ class Consuming(Side):
             self.add(pair)
         self.adopt(pair, welcome.token)
         pair.route, pair.theirs, pair.template = route, theirs, template
+        self.linked[route] = pair
         self._lose_earlier_epochs(pair)
         self.back(pair)
         self._greet(pair)
@@ -202,7 +211,7 @@ class Consuming(Side):
 
     def _lose_earlier_epochs(self, pair: Pair) -> None:
         for earlier in list(self.agents.values()):
-            if earlier.route == pair.route and earlier.agent != pair.agent:
+            if earlier.route == pair.route and earlier.agent != pair.agent and not earlier.moved:
                 earlier.broken = True
                 self.lose(earlier, f"{pair.agent} is a new epoch at its address", pair.heard)
 
@@ -225,9 +234,8 @@ class Consuming(Side):
             dial.path_open = True
 
     def hello(self, pair: Pair) -> None:
-        """The producer's warm-up WRITE has arrived."""
-        dial = self.dials.get(pair.token)
-        if dial is not None:
+        """The producer's warm-up WRITE has arrived: the path is open for whoever waits for it."""
+        for dial in [dial for dial in self.dials.values() if dial.pair is pair]:
             dial.path_open = True
             self._conclude(dial)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -11,19 +10,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pushkv.cache import KVCache
-from pushkv.config import LONGEST, EndpointConfig
+from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command
-from pushkv.core.messages import Blocks, Table
-from pushkv.core.prompt import DIGEST_BYTES
-from pushkv.errors import ConfigError, EndpointClosed, GeometryError, ProtocolError
+from pushkv.errors import ConfigError, EndpointClosed
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.keys import load_keys
+from pushkv.runtime.life import Life, keep
 from pushkv.runtime.lines import Lines
 from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
@@ -36,7 +31,7 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Side)
 E = TypeVar("E", bound="Endpoint[Any]")
-__all__ = ["Ending", "Endpoint", "TransportFactory", "check_request", "pack_blocks"]
+__all__ = ["Ending", "Endpoint", "TransportFactory"]
 
 TransportFactory = Callable[[str], Transport]
 SIGN_OF_LIFE = 1.0
@@ -45,8 +40,8 @@ LONG_AWAY = 1.0
 """Seconds without a tick after which it was this process that was not there, and no peer's silence counts."""
 MOST_EVENTS = 1 << 16
 """How many events wait to be taken: an engine that waits on transfers instead must not gather them for ever."""
-_kept: list[object] = []
-"""What is still in somebody's custody when its endpoint closes: it lives as long as the process."""
+AGAIN = 1.0
+"""Seconds between tries to go on with a fresh agent."""
 
 
 class Endpoint(Generic[S]):
@@ -65,38 +60,57 @@ class Endpoint(Generic[S]):
         self.config = config
         self.cache = cache
         factory = transport or _transport_factory(config)
-        self.epoch = secrets.token_hex(8)
-        self.agent = f"pushkv-{self.role}-{config.engine}-{config.rank}-{self.epoch}"
-        self.stalled = ""
-        """In which call of the data mover the transfer thread got stuck for good; empty while all is well."""
-        self._events: deque[Command] = deque()
-        self._closing = False
-        self._closed: bool | None = None
-        self._close_once = threading.Lock()
         keys = load_keys(config.key_file)
         lines = Lines(keys, config.allow, wire.MAX_CONTROL_FRAME)
         self._control = ControlThread(f"pushkv-{self.role}-control", lines, self._heard, self._tick)
         self.guarded = bool(keys)
         """Whether a cluster key guards the control plane."""
-        self._turn = Turn()
-        self._shared = Shared(
-            config,
-            cache,
-            self.agent,
-            self.epoch,
-            factory,
-            self._control,
-            self._turn,
-            self._emit,
-            trace or Trace.disabled(),
-        )
-        self._side = self._make_side(self._shared)
-        self._transfer = TransferThread(f"pushkv-{self.role}", self._side, config.idle_poll, config.due_poll)
+        self._events: deque[Command] = deque()
+        self._closing = False
+        self._closed: bool | None = None
+        self._close_once = threading.Lock()
         self._last_sign = 0.0
         self._last_tick = time.monotonic()
+        self._again = 0.0
+        self._shared = Shared(
+            config, cache, "", "", factory, self._control, Turn(), self._emit, trace or Trace.disabled()
+        )
+        self._renewal = threading.Lock()
+        self._past: list[Life[S]] = []
+        self._life = self._new_life()
+
+    def _new_life(self) -> Life[S]:
+        return Life(self.role, self._shared, self._make_side)
 
     def _make_side(self, shared: Shared) -> S:
         raise NotImplementedError
+
+    @property
+    def epoch(self) -> str:
+        """The present life's epoch."""
+        return self._life.epoch
+
+    @property
+    def agent(self) -> str:
+        """The present life's agent name."""
+        return self._life.agent
+
+    @property
+    def stalled(self) -> str:
+        """In which call of the data mover a transfer thread got stuck for good; empty while all is well."""
+        return next((life.stalled for life in (self._life, *self._past) if life.stalled), "")
+
+    @property
+    def _side(self) -> S:
+        return self._life.side
+
+    @property
+    def _transfer(self) -> TransferThread:
+        return self._life.transfer
+
+    @property
+    def _lives(self) -> list[Life[S]]:
+        return [self._life, *self._past]
 
     def _start(self) -> None:
         """Start both threads; nothing is left behind where the data mover does not start."""
@@ -127,29 +141,61 @@ class Endpoint(Generic[S]):
     def stats(self) -> dict[str, int]:
         """Counters since the start: bytes, descriptors, outcomes, what was dropped."""
         counts = Counter(self._shared.stats)
-        counts.update(dict(self._side._base_machine.counts))  # a copy: the transfer thread goes on counting
+        for life in self._lives:
+            counts.update(dict(life.side._base_machine.counts))  # a copy: the transfer thread goes on counting
+            counts["errors"] += life.transfer.errors
         counts["control frames dropped"] = self._control.dropped
-        counts["errors"] += self._transfer.errors
         return dict(counts)
 
     def path(self, peer: str) -> str:
         """What moves the bytes to or from a peer, in words."""
-        return self.ask(lambda: self._side.transport.path(peer) if self._side.transport else "none: stuck")
+        return self.ask(lambda side: side.transport.path(peer) if side.transport else "none: stuck")
 
-    def ask(self, question: Callable[[], str]) -> str:
+    def ask(self, question: Callable[[S], str]) -> str:
         """Have the transfer thread answer something, within the connect timeout."""
         answer: list[str] = []
         done = threading.Event()
 
-        def answering() -> None:
+        def answering(side: S) -> None:
             try:
-                answer.append(question())
+                answer.append(question(side))
             finally:
                 done.set()
 
         self._submit(answering)
         done.wait(self.config.connect_timeout)
         return answer[0] if answer else "unknown: no answer from the transfer thread"
+
+    def fence(self, timeout: float = 10.0) -> bool:
+        """Rebuild the data mover's agent to get proof about lost peers; whether nothing is quarantined afterwards.
+
+        What is open on the old agent ends with ``transport error`` and drains; then the agent is closed, after which
+        nothing of a peer on another host, nor of one whose process has ended, can reach its memory. New work goes to
+        a fresh agent at once. Memory that a living process of this host may write into stays quarantined.
+        """
+        with self._renewal:
+            self._check_open()
+            old = self._begin_again("its agent is rebuilt by fence")
+            old.retire(timeout / 2, "its agent was rebuilt by fence")
+        deadline = time.monotonic() + timeout
+        while old in self._past and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return old not in self._past
+
+    def _begin_again(self, why: str) -> Life[S]:
+        """Begin another life; the last one goes on with what is in its custody. Raises what the data mover raises."""
+        life, old = self._new_life(), self._life
+        life.transfer.start()
+        self._past = [*self._past, old]
+        self._life = life
+        self._shared.stats["lives"] += 1
+        log.warning("%s goes on as %s: %s.", old.agent, life.agent, why)
+        self._reconnect(old)
+        return old
+
+    def _reconnect(self, old: Life[S]) -> None:
+        """Have the peers of the old life meet the new one."""
+        raise NotImplementedError
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take nothing new, end what is open, wait for custody to end, and stop; whether custody ended in time.
@@ -164,58 +210,69 @@ class Endpoint(Generic[S]):
 
     def _shut(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        self._closing = True
-        wound_up = threading.Event()
-        self._transfer.submit(lambda: self._wind_up_and(wound_up.set))
-        clear = wound_up.wait(timeout) and self._drained(deadline)
+        with self._renewal:
+            self._closing = True
+        clear = all([self._wound_up(life, deadline) for life in self._lives])
+        clear = self._drained(deadline) and clear
         if not clear:
             log.warning("%s closes with memory in custody: its cache stays registered.", self.agent)
-        elif not self._transfer.stop(timeout):
+        elif not all([life.transfer.stop(timeout) for life in self._lives]):
             log.warning("%s closes while its transfer thread is stuck: its cache stays registered.", self.agent)
             clear = False
         if clear:
-            for pair in list(self._side.agents.values()):
-                self._control.send(pair.route, wire.Bye(pair.token))
+            for life in self._lives:
+                for pair in list(life.side.agents.values()):
+                    self._control.send(pair.route, wire.Bye(pair.token))
             self._end_the_rest()
         else:
-            _kept.append(self)
+            keep(self)
         self._control.close()
-        if self.stalled:
-            self._transfer.stop(timeout)
+        for life in self._lives:
+            if life.stalled:
+                life.transfer.stop(timeout)
         return clear
 
+    def _wound_up(self, life: Life[S], deadline: float) -> bool:
+        done = threading.Event()
+
+        def winding(side: S) -> None:
+            try:
+                self._wind_up(side)
+            finally:
+                done.set()
+
+        life.submit(winding)
+        return done.wait(max(0.0, deadline - time.monotonic()))
+
     def _drained(self, deadline: float) -> bool:
-        while self._in_custody():
+        while any(life.side.in_custody for life in self._lives):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.005)
         return True
 
-    def _wind_up_and(self, done: Callable[[], None]) -> None:
-        try:
-            self._wind_up()
-        finally:
-            done()
-
     def _end_the_rest(self) -> None:
         """End what was handed over while the endpoint closed and has never been taken up."""
         raise NotImplementedError
 
-    def _wind_up(self) -> None:
+    def _wind_up(self, side: S) -> None:
         """On the transfer thread: end what is open."""
-        raise NotImplementedError
-
-    def _in_custody(self) -> bool:
-        """Whether anything is open or in custody."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
         if self._closing:
             raise EndpointClosed(f"{self.agent} is closed; make another endpoint.")
 
-    def _submit(self, action: Callable[[], None]) -> None:
+    def _submit(self, action: Callable[[S], object]) -> None:
+        """Have the present life's transfer thread do something."""
         self._check_open()
-        self._transfer.submit(action)
+        self._life.submit(action)
+
+    def _submit_to_all(self, action: Callable[[S], object]) -> None:
+        """Have the transfer threads of all lives do something: what it is about may be in any."""
+        self._check_open()
+        for life in self._lives:
+            life.submit(action)
 
     def _emit(self, event: Command) -> None:
         self._events.append(event)
@@ -226,69 +283,79 @@ class Endpoint(Generic[S]):
     # The control thread's side
 
     def _heard(self, route: Route, message: wire.Control) -> None:
-        now = time.monotonic()
         if isinstance(message, wire.Relay):
             self._relayed(route, message.frame)
-        elif isinstance(message, wire.Alive):
-            pair = self._side.pairs.get(message.token)
-            if pair is not None:
-                pair.heard = now
-                if pair.lost or message.token == pair.coming or route != pair.route:
-                    self._transfer.submit(lambda: self._side.alive(message.token, route))
-        elif isinstance(message, wire.Bye):
-            self._transfer.submit(lambda: self._side.peer_gone(message.token, CLOSED))
+        elif isinstance(message, (wire.Alive, wire.Bye, wire.Moved)):
+            for life in self._lives:
+                pair = life.side.pairs.get(message.token)
+                if pair is not None:
+                    self._of_pair(life, pair, route, message)
         else:
             self._control_message(route, message)
 
     def _relayed(self, route: Route, frame: bytes) -> None:
         """Strangers' frames end here, so that they cannot keep the transfer thread busy."""
-        if self._side.knows(frame):
-            self._transfer.submit(lambda: self._side.frame(frame, route))
+        for life in self._lives:
+            if life.side.knows(frame):
+                life.submit(lambda side: side.frame(frame, route))
+                return
+        self._shared.stats["foreign frames"] += 1
+
+    def _of_pair(self, life: Life[S], pair: Pair, route: Route, message: wire.Alive | wire.Bye | wire.Moved) -> None:
+        token = message.token
+        if isinstance(message, wire.Alive):
+            pair.heard = time.monotonic()
+            if pair.lost or token == pair.coming or route != pair.route:
+                life.submit(lambda side: side.alive(token, route))
+        elif isinstance(message, wire.Bye):
+            life.submit(lambda side: side.peer_gone(token, CLOSED))
         else:
-            self._shared.stats["foreign frames"] += 1
+            pair.moved = True
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
         raise NotImplementedError
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._watch_thread()
         away, self._last_tick = now - self._last_tick, now
-        for pair in list(self._side.agents.values()):
-            if away > LONG_AWAY:
-                pair.heard += away
-            if not pair.lost:
-                self._watch(pair, now)
+        for life in self._lives:
+            for pair in list(life.side.agents.values()):
+                if away > LONG_AWAY:
+                    pair.heard += away
+                if not pair.lost:
+                    self._watch(life, pair, now)
         if now - self._last_sign >= SIGN_OF_LIFE:
             self._last_sign = now
             self._give_signs()
+        self._watch_lives(now)
 
-    def _watch(self, pair: Pair, now: float) -> None:
-        side, token, silence = self._side, pair.token, self.config.silence
+    def _watch(self, life: Life[S], pair: Pair, now: float) -> None:
+        token, silence = pair.token, self.config.silence
         if pair.watch is not None and pair.watch.dead():
-            self._transfer.submit(lambda: side.peer_gone(token, "its process has ended"))
+            life.submit(lambda side: side.peer_gone(token, "its process has ended"))
         elif now - pair.heard > silence:
-            self._transfer.submit(lambda: side.peer_silent(token, f"not a word from it for {silence:g} s"))
+            life.submit(lambda side: side.peer_silent(token, f"not a word from it for {silence:g} s"))
 
     def _give_signs(self) -> None:
-        for pair in list(self._side.agents.values()):
-            self._control.send(pair.route, wire.Alive(pair.token))
+        for life in self._lives:
+            for pair in list(life.side.agents.values()):
+                self._control.send(pair.route, wire.Alive(pair.token))
 
-    def _watch_thread(self) -> None:
-        """Go on without the data mover where a call into it does not return."""
-        doing = self._turn.seize(self.config.stall)
-        if doing is None:
-            return
-        detail = f"{doing} did not return for {self.config.stall:g} s"
-        log.error("%s: %s; its transfer thread is given up and its memory stays registered.", self.agent, detail)
-        self.stalled = detail
-        self._shared.stats["transfer threads given up"] += 1
-        # The data mover too: were it collected when the call returns at last, its memory would be deregistered.
-        _kept.extend((self, self._side.transport))
-        self._side.transport = None
-        self._side.grounded = detail
-        self._transfer = self._transfer.successor(self._side)
-        self._transfer.start()
+    def _watch_lives(self, now: float) -> None:
+        """Give up what is stuck, begin again where that was the present life, and drop the lives that are over."""
+        for life in self._lives:
+            life.give_up_if_stuck()
+        if self._life.stalled and not self._closing and now >= self._again and self._renewal.acquire(blocking=False):
+            self._again = now + AGAIN
+            try:
+                self._begin_again(self._life.stalled)
+            except Exception as error:
+                log.error("%s cannot go on with a fresh agent yet: %s", self.agent, error)
+            finally:
+                self._renewal.release()
+        over = [life for life in self._past if life.tick(now)]
+        if over:
+            self._past = [life for life in self._past if life not in over]
 
 
 def _transport_factory(config: EndpointConfig) -> TransportFactory:
@@ -311,47 +378,3 @@ def _transport_factory(config: EndpointConfig) -> TransportFactory:
         )
 
     return make
-
-
-def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
-    """Block ids as a message holds them: one list for a cache of one group, or one a group.
-
-    ``first`` is the logical block (in the request) of the first id. Raises GeometryError for ids out of range.
-    """
-    groups = cache.geometry.groups
-    lists = [blocks] if len(groups) == 1 and not _nested(blocks) else list(blocks)  # type: ignore[call-overload]
-    if len(lists) != len(groups):
-        raise GeometryError(f"{len(lists)} block tables were given for {len(groups)} cache groups; give one a group.")
-    tables = []
-    for number, (ids, group) in enumerate(zip(lists, groups, strict=True)):
-        array = _ids(ids)
-        if array.size and not (int(array.min()) >= 0 and int(array.max()) < group.blocks):
-            raise GeometryError(
-                f"Group {number} is given blocks {int(array.min())} to {int(array.max())}; it has {group.blocks}."
-            )
-        tables.append(Table(first, array.astype("<i4").tobytes()))
-    return Blocks(tuple(tables))
-
-
-def _ids(ids: object) -> NDArray[np.integer]:
-    try:
-        array = np.asarray(ids).reshape(-1)
-    except ValueError as error:
-        raise GeometryError(f"Block ids {ids!r:.80} are no list of numbers ({error}); give one.") from error
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise GeometryError(f"Block ids {ids!r:.80} are no whole numbers; give a list of them.")
-    return array.astype(np.int64) if array.size == 0 else array
-
-
-def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
-    """What no peer would take is refused where the engine asks for it. Raises ProtocolError."""
-    if not 0 < len(transfer) <= 512:
-        raise ProtocolError(f"transfer id {transfer!r:.80} has {len(transfer)} characters; give 1 to 512.")
-    if len(prompt) != DIGEST_BYTES:
-        raise ProtocolError(f"{transfer}'s prompt digest has {len(prompt)} bytes; make it with pushkv.prompt_digest.")
-    if deadline is not None and not 0 < deadline <= LONGEST:
-        raise ProtocolError(f"{transfer}'s deadline is {deadline} s; give seconds above 0, at most a day.")
-
-
-def _nested(blocks: object) -> bool:
-    return isinstance(blocks, (list, tuple)) and bool(blocks) and not isinstance(blocks[0], (int, np.integer))

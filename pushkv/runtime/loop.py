@@ -53,7 +53,7 @@ class TransferThread:
     def __init__(self, name: str, work: Work, idle_poll: float, due_poll: float) -> None:
         self._work = work
         self._idle_poll, self._due_poll = idle_poll, due_poll
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._stopping = threading.Event()
         self._opened = threading.Event()
         self._failure: BaseException | None = None
@@ -67,7 +67,7 @@ class TransferThread:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, action: Callable[[], None]) -> None:
+    def submit(self, action: Callable[[], object]) -> None:
         """Have the thread do something; from any thread, in microseconds."""
         self._inbox.put(action)
 
@@ -79,11 +79,12 @@ class TransferThread:
 
     def stop(self, timeout: float) -> bool:
         """End the thread after what it has been given; whether it ended in time."""
-        self.submit(self._stop)
+        self.submit(self.end)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _stop(self) -> None:
+    def end(self) -> None:
+        """End after this round; called on the thread itself."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -107,7 +108,7 @@ class TransferThread:
             if self._step(action):
                 quiet_since = time.monotonic()
 
-    def _step(self, action: Callable[[], None] | None) -> bool:
+    def _step(self, action: Callable[[], object] | None) -> bool:
         """One round: what was asked, then what came. An error costs what raised it and nothing else."""
         busy = action is not None
         try:
@@ -129,7 +130,7 @@ class TransferThread:
         if self.errors.bit_count() == 1:  # the first, second, fourth, …: an error may come with every look
             log.exception("The transfer thread goes on after an error (number %d).", self.errors)
 
-    def _next_action(self, wait: float) -> Callable[[], None] | None:
+    def _next_action(self, wait: float) -> Callable[[], object] | None:
         try:
             return self._inbox.get(timeout=wait) if wait > 0 else self._inbox.get_nowait()
         except Empty:

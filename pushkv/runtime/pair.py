@@ -31,6 +31,8 @@ class Pair:
     heard: float
     prepared: int | None = None
     lost: bool = False
+    moved: bool = False
+    """The other side goes on with another agent; this one only finishes."""
     broken: bool = False
     """The way to the peer is gone, so that only a new handshake brings it back."""
     former: tuple[bytes, ...] = ()

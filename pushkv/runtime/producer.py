@@ -14,9 +14,11 @@ from pushkv.runtime import wire
 from pushkv.runtime.address import check_guarded, check_reachable, parse, url
 from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
-from pushkv.runtime.endpoint import Endpoint, TransportFactory, check_request, pack_blocks
+from pushkv.runtime.endpoint import Endpoint, TransportFactory
+from pushkv.runtime.life import Life
 from pushkv.runtime.producing import Producing
 from pushkv.runtime.rate import Rate
+from pushkv.runtime.requests import check_request, pack_blocks
 from pushkv.runtime.side import Shared
 from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
@@ -94,7 +96,7 @@ class Producer(Endpoint[Producing]):
             return ending
         ending.hold()
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending)
-        self._submit(lambda: self._side.stage(call))
+        self._submit(lambda side: side.stage(call))
         return ending
 
     def preempt(self, transfer: str) -> Ending | None:
@@ -103,13 +105,13 @@ class Producer(Endpoint[Producing]):
         The returned ending is released when no WRITE reads the blocks any more.
         """
         ending = self._stages.get(transfer)
-        self._submit(lambda: self._side.preempt(transfer))
+        self._submit_to_all(lambda side: side.preempt(transfer))
         return ending
 
     def unstage(self, transfer: str) -> Ending | None:
         """End a stage (the request was aborted): its open transfers end as cancelled."""
         ending = self._stages.get(transfer)
-        self._submit(lambda: self._side.unstage(transfer, time.monotonic()))
+        self._submit_to_all(lambda side: side.unstage(transfer, time.monotonic()))
         return ending
 
     def _emit(self, event: Command) -> None:
@@ -122,17 +124,18 @@ class Producer(Endpoint[Producing]):
             self._stages.pop(event.transfer, None)  # type: ignore[union-attr]
         super()._emit(event)
 
-    def _wind_up(self) -> None:
-        self._side.end_all(time.monotonic(), Outcome.REJECTED_CLOSING, CLOSING)
+    def _wind_up(self, side: Producing) -> None:
+        side.end_open(Outcome.REJECTED_CLOSING, CLOSING)
+
+    def _reconnect(self, old: Life[Producing]) -> None:
+        for pair in list(old.side.agents.values()):
+            self._control.send(pair.route, wire.Moved(pair.token))
 
     def _end_the_rest(self) -> None:
         for ending in list(self._stages.values()):
             ending.end(Outcome.REJECTED_CLOSING, CLOSING)
             ending.release()
         self._stages.clear()
-
-    def _in_custody(self) -> bool:
-        return bool(self._side.in_custody)
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
         if not isinstance(message, wire.Introduction):
@@ -142,4 +145,4 @@ class Producer(Endpoint[Producing]):
         elif self._closing:
             self._control.send(route, wire.Refusal(message.token, f"{CLOSING}; connect to another"))
         else:
-            self._transfer.submit(lambda: self._side.introduced(route, message))
+            self._life.submit(lambda side: side.introduced(route, message))

@@ -17,6 +17,7 @@ from pushkv.core.messages import Hello as HelloMessage
 from pushkv.core.outcome import Outcome
 from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
+from pushkv.core.states import Source
 from pushkv.core.template import PairTemplate, UnitRows
 from pushkv.errors import HandshakeError, PeerLost, PushKVError, TransportError
 from pushkv.runtime import wire
@@ -79,6 +80,14 @@ class Producing(Staging):
     def measure(self) -> None:
         """Publish how much is open or read."""
         self.in_custody = self.machine.open_transfers + self.machine.reading
+        custody = self.machine.custody()
+        self.quarantined = (
+            custody[Source.STUCK] + custody[Source.DRAINING] if self.grounded else custody[Source.STUCK]
+        )
+
+    def end_open(self, outcome: Outcome, detail: str) -> None:
+        """End every stage and every offer, for this reason."""
+        self.end_all(self.shared.clock(), outcome, detail)
 
     # Handshakes
 

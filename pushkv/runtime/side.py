@@ -3,87 +3,40 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from pushkv.cache import KVCache
-from pushkv.config import EndpointConfig
 from pushkv.core.commands import AskProof, Command, Send
 from pushkv.core.messages import Hello, Message, decode, encode, token_of
-from pushkv.core.timers import Timers
-from pushkv.errors import HandshakeError, PeerLost, ProtocolError, TransportError
+from pushkv.errors import PeerLost, ProtocolError, TransportError
 from pushkv.runtime import wire
-from pushkv.runtime.control import ControlThread, Route
-from pushkv.runtime.loop import Work
+from pushkv.runtime.control import Route
 from pushkv.runtime.pair import Pair
-from pushkv.runtime.turn import Turn, WatchedTransport
-from pushkv.trace import Trace
-from pushkv.transport.base import Proof, Transport
+from pushkv.runtime.peering import CLOSED, Machine, Peering, Shared
+from pushkv.runtime.turn import WatchedTransport
 from pushkv.transport.host import this_host
+
+__all__ = ["CLOSED", "Machine", "Shared", "Side"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CLOSED = "it has closed"
-FORMER = 8
-"""How many handshakes a WRITE's notification may be behind."""
-REMEMBERED = 4096
-"""How many epochs that have ended are remembered, so that a late introduction does not bring one back."""
 
 
-class Machine(Protocol):
-    """What the machines of both sides have in common."""
-
-    timers: Timers
-    counts: Counter[str]
-
-    @property
-    def open_transfers(self) -> int: ...
-    def tick(self, now: float) -> None: ...
-    def commands(self) -> list[Command]: ...
-    def peer_lost(self, peer: str, detail: str, now: float) -> None: ...
-    def writes_ended(self, peer: str, now: float) -> None: ...
-
-
-@dataclass
-class Shared:
-    """What an endpoint's threads share."""
-
-    config: EndpointConfig
-    cache: KVCache
-    agent: str
-    epoch: str
-    make_transport: Callable[[str], Transport]
-    control: ControlThread
-    turn: Turn
-    emit: Callable[[Command], None]
-    trace: Trace
-    stats: Counter[str] = field(default_factory=Counter)
-    clock: Callable[[], float] = time.monotonic
-    """Seconds; a test may have time pass as it likes."""
-
-
-class Side(Work):
+class Side(Peering):
     """One side of the protocol on its transfer thread. After :meth:`open` only that thread calls anything here."""
 
     accepts: tuple[type, ...]
 
     def __init__(self, shared: Shared, machine: Machine) -> None:
-        self.shared = shared
-        self.pairs: dict[bytes, Pair] = {}
-        self.agents: dict[str, Pair] = {}
-        self.transport: Transport | None = None
+        super().__init__(shared, machine)
         self.me: wire.Side | None = None
-        self.grounded = ""
-        self.ended: dict[str, None] = {}
-        """Agents whose epoch has ended by proof, the earliest first."""
         self.in_custody = 0
         """How many transfers were open or in custody when this was last published; for other threads."""
-        self._base_machine = machine
+        self.quarantined = 0
+        """How many of them wait for nothing but proof."""
         self._pending: deque[Command] = deque()
         self._relay_answers = False
 
@@ -241,16 +194,12 @@ class Side(Work):
             self.measure()
         return busy
 
-    @abstractmethod
-    def measure(self) -> None:
-        """Publish, for other threads, how much is in custody."""
-
     def execute(self, command: Command, now: float) -> None:
         """Carry out one command; those that are no work of ours are events for the engine."""
         if isinstance(command, Send):
             self._send(command, now)
         elif isinstance(command, AskProof):
-            self._ask_proof(command.peer, now)
+            self.ask_proof(command.peer, now)
         else:
             self.shared.emit(command)
 
@@ -284,112 +233,3 @@ class Side(Work):
         """Send a frame over the control connection."""
         self.shared.stats["relayed"] += 1
         self.shared.control.send(pair.route, wire.Relay(frame))
-
-    # Peers
-
-    def meet(self, theirs: wire.Side) -> Pair | None:
-        """Load the other side's metadata; the pair that we are with it already. Raises HandshakeError."""
-        assert self.transport is not None
-        if theirs.agent in self.ended:
-            raise HandshakeError(f"{theirs.agent} has ended; connect its successor")
-        known = self.agents.get(theirs.agent)
-        if known is not None and known.broken:
-            known.prepared = None
-            self.transport.remove_peer(theirs.agent)
-        agent = self.transport.add_peer(theirs.metadata, theirs.host)
-        if agent != theirs.agent:
-            if agent not in self.agents:
-                self.transport.remove_peer(agent)
-            raise HandshakeError(f"the metadata is agent {agent}'s and the introduction {theirs.agent}'s")
-        return known
-
-    def add(self, pair: Pair) -> None:
-        """Know a new pair."""
-        self.pairs[pair.token] = pair
-        self.agents[pair.agent] = pair
-
-    def back(self, pair: Pair) -> None:
-        """A handshake has brought a pair back, if it was away."""
-        pair.lost = pair.broken = False
-        pair.heard = self.shared.clock()
-        self.regain(pair, pair.heard)
-
-    def adopt(self, pair: Pair, token: bytes) -> None:
-        """Use this token from now on; the last ones stay good for what is on its way."""
-        if token != pair.token:
-            pair.former, pair.token, pair.coming = (*pair.former, pair.token), token, b""
-            for old in pair.former[:-FORMER]:
-                self.pairs.pop(old, None)
-            pair.former = pair.former[-FORMER:]
-            self.pairs[token] = pair
-
-    def heard_from(self, pair: Pair, token: bytes, route: Route | None) -> None:
-        """The other side has used this token, over this connection: both are good to answer it with."""
-        if token == pair.coming:
-            self.adopt(pair, token)
-        if isinstance(route, bytes):
-            pair.route = route
-
-    def lose(self, pair: Pair, detail: str, now: float) -> None:
-        """A peer cannot be reached: its transfers end, its memory waits for proof."""
-        if pair.lost:
-            return
-        pair.lost = True
-        self.shared.stats["peers lost"] += 1
-        log.log(logging.INFO if detail == CLOSED else logging.WARNING, "Lost %s: %s", pair.agent, detail)
-        self._base_machine.peer_lost(pair.agent, detail, now)
-
-    def peer_silent(self, token: bytes, detail: str) -> None:
-        """The control thread has found a peer dead or silent."""
-        pair = self.pairs.get(token)
-        if pair is not None:
-            self.lose(pair, detail, self.shared.clock())
-            self.run_commands()
-
-    def peer_gone(self, token: bytes, detail: str) -> None:
-        """A peer's process has ended, or it has said good-bye: this epoch does not come back."""
-        pair = self.pairs.get(token)
-        if pair is not None:
-            pair.broken = True
-            self.peer_silent(token, detail)
-
-    def alive(self, token: bytes, route: Route) -> None:
-        """A sign of life that tells more than that: from a lost peer, or of a new token or connection."""
-        pair = self.pairs.get(token)
-        if pair is None:
-            return
-        self.heard_from(pair, token, route)
-        if pair.lost and not pair.broken:
-            self.back(pair)
-            self.run_commands()
-
-    @abstractmethod
-    def regain(self, pair: Pair, now: float) -> None:
-        """Tell the machine that a peer is back."""
-
-    def _ask_proof(self, peer: str, now: float) -> None:
-        pair = self.agents.get(peer)
-        if self.transport is None or pair is None:
-            return
-        proof = self.transport.writes_ended(peer)
-        if proof is Proof.NONE:
-            return
-        log.info("No WRITE between us and %s can touch memory any more: %s.", peer, proof.value)
-        self.shared.stats[f"proof: {proof.value}"] += 1
-        pair.broken = True
-        self.lose(pair, "its WRITEs have ended", now)
-        self._base_machine.writes_ended(peer, now)
-        self.forget(pair)
-
-    def forget(self, pair: Pair) -> None:
-        """Drop a pair that is dead and proven harmless."""
-        for token in pair.tokens:
-            self.pairs.pop(token, None)
-        self.agents.pop(pair.agent, None)
-        self.ended[pair.agent] = None
-        if len(self.ended) > REMEMBERED:
-            del self.ended[next(iter(self.ended))]
-        if pair.watch is not None:
-            pair.watch.close()
-        if self.transport is not None:
-            self.transport.remove_peer(pair.agent)

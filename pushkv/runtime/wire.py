@@ -76,7 +76,13 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     token: _Token
 
 
-Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Bye
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Producer to consumer: I go on with another agent, in a new epoch; introduce yourself again."""
+
+    token: _Token
+
+
+Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Bye | Moved
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

@@ -137,7 +137,7 @@ def array_of(endpoint: Producer | Consumer) -> Array:
 
 def knows(producer: Producer, count: int) -> None:
     """Wait until the producer has as many open offers."""
-    until(lambda: producer.ask(lambda: str(producer._side.machine.open_transfers)) == str(count), "the offers")
+    until(lambda: producer.ask(lambda _: str(producer._side.machine.open_transfers)) == str(count), "the offers")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 
 from pushkv import Consumer, Link, Outcome, Producer
 from pushkv.errors import EndpointClosed, HandshakeRefused, TransportUnavailable
-from pushkv.runtime import endpoint as endpoint_module
+from pushkv.runtime import life as life_module
 from pushkv.transport.base import Transport
 from pushkv.transport.memory import Network
 from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, knows, memory_of, until
@@ -91,9 +91,9 @@ def test_memory_in_custody_stays_registered(timed: Callable[[Network], Scene]) -
     scene.network.stall(producer.agent)
     transfer, stage = push.offer(link), push.stage()
     until(lambda: producer.stats().get("writes") == 1)
-    kept = len(endpoint_module._kept)
+    kept = len(life_module._kept)
     assert consumer.close(0.2) is False
-    assert consumer in endpoint_module._kept[kept:]
+    assert consumer in life_module._kept[kept:]
     assert not transfer.released
     assert producer.close(0.2) is False
     assert not stage.released

@@ -303,7 +303,7 @@ class TestStrangers:
         theirs = encode(pair.token, Cancel(TransferKey("x", "d", "e"), 3, Outcome.CANCELLED))
         for body in [*(header + body for body in bodies), theirs, bytes(MAX_FRAME)]:
             producer._control.send(pair.route, wire.Relay(body))
-            producer.ask(lambda body=body: str(producer._side.transport.send(consumer.agent, body)))  # type: ignore
+            producer.ask(lambda _, body=body: str(producer._side.transport.send(consumer.agent, body)))  # type: ignore
         until(lambda: consumer.stats().get("frames dropped", 0) >= 2 * len(bodies))
         push = Pushed(producer, consumer, "r", [1], [3], 4)
         transfer = push.offer(link)

@@ -211,7 +211,7 @@ class TestErrorsCostWhatRaisedThem:
             raise ZeroDivisionError
 
         assert producer.ask(fail).startswith("unknown")
-        assert producer.ask(lambda: "fine") == "fine"
+        assert producer.ask(lambda _: "fine") == "fine"
 
 
 def test_events_that_nobody_takes_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

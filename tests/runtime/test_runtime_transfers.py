@@ -141,7 +141,7 @@ class TestFences:
         knows(producer, 1)
         push.stage(fence=gate, ready=4)
         push.stage()
-        until(lambda: producer.ask(lambda: "x") == "x")
+        until(lambda: producer.ask(lambda _: "x") == "x")
         assert transfer.outcome is None
         gate.open = True
         assert transfer.wait(WAIT) is Outcome.COMPLETE
@@ -270,7 +270,7 @@ class TestEndings:
         gate.open = True
         assert stage.wait_released(WAIT)
         until(lambda: not producer._side._fenced)
-        assert producer.ask(lambda: str(producer._side.machine.staged)) == "0"
+        assert producer.ask(lambda _: str(producer._side.machine.staged)) == "0"
         assert producer.stats()["writes"] == 1
 
     def test_by_the_deadline(self, producer: Producer, consumer: Consumer, link: Link) -> None:

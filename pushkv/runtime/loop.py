@@ -40,7 +40,7 @@ class Work(ABC):
 
     @abstractmethod
     def urgency(self) -> int:
-        """0: nothing is open; 1: something is awaited; 2: the data mover needs polling to get on."""
+        """0: nothing is open; 1: something is awaited; 2: the data mover needs polling; 3: there is work to do."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,7 +139,7 @@ class TransferThread:
     def _pause(self, quiet: float) -> float:
         """How long to sleep, having heard nothing for ``quiet`` seconds."""
         urgency = self._work.urgency()
-        most = (self._idle_poll, self._due_poll, QUICK)[urgency]
+        most = (self._idle_poll, self._due_poll, QUICK, 0.0)[urgency]
         pause = min(max(quiet / 8, QUICK), most)
         due = self._work.next_due()
         return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
-from pushkv.core.commands import Command, Ended, Post
+from pushkv.core.commands import Command, Ended, Post, Send
 from pushkv.core.compat import differences
-from pushkv.core.copies import CopyPlan
-from pushkv.core.geometry import BlockTable
 from pushkv.core.memory import Region
-from pushkv.core.messages import Blocks, Cancel, Grant, Message, Offer, Renew, TransferKey, encode
+from pushkv.core.messages import Cancel, Failed, Grant, Message, Offer, Renew, TransferKey, encode
 from pushkv.core.messages import Hello as HelloMessage
 from pushkv.core.outcome import Outcome
-from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.states import Source
 from pushkv.core.template import PairTemplate, UnitRows
@@ -23,8 +19,8 @@ from pushkv.errors import HandshakeError, PeerLost, PushKVError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
 from pushkv.runtime.pair import Pair, addresses
+from pushkv.runtime.posting import Posting, pieces
 from pushkv.runtime.side import Shared
-from pushkv.runtime.staging import Staging
 from pushkv.trace import now as trace_now
 from pushkv.transport.base import Lattice, Pieces, WriteResult, WriteStatus
 from pushkv.transport.host import ProcessWatch
@@ -32,50 +28,30 @@ from pushkv.transport.host import ProcessWatch
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Write:
-    """A WRITE that the data mover has: the machine's number for it, and what it is."""
-
-    number: int
-    post: Post
-    plan: CopyPlan
-    posted_ns: int
-
-
-def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
-    """A message's block tables as the planner takes them."""
-    return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)
-
-
-class Producing(Staging):
+class Producing(Posting):
     """The producer's side."""
 
     accepts = (Offer, Cancel, Renew, Grant)
 
     def __init__(self, shared: Shared, machine: ProducerMachine) -> None:
         super().__init__(shared, machine)
-        self._writes: dict[int, _Write] = {}
-        self._posting: int | None = None
         self._warming: dict[int, Pair] = {}
         self._seen: dict[TransferKey, int] = {}
 
     def ground(self, detail: str, now: float) -> None:
         """Without a data mover nothing can be sent: whatever was in flight may travel for ever."""
-        stranded = [write.number for write in self._writes.values()]
-        stranded += [] if self._posting is None else [self._posting]
-        self._writes.clear()
-        self._posting = None
-        for number in stranded:
-            self.machine.write_failed(number, Outcome.TRANSPORT_ERROR, detail, now)
+        self.strand(detail, now)
         self.end_all(now, Outcome.TRANSPORT_ERROR, detail)
 
     def urgency(self) -> int:
-        """WRITEs in flight need polling, and so do fences."""
+        """WRITEs in flight need polling, and so do fences; the next slice waits for nothing."""
+        if self.slicing:
+            return 3
         return 2 if self._writes or self._fenced else super().urgency()
 
     def look(self, now: float) -> bool:
         """As for any side, after the fences."""
-        return self.pass_fences(now) | super().look(now)
+        return self.pass_fences(now) | self.advance(now) | super().look(now)
 
     def measure(self) -> None:
         """Publish how much is open or read."""
@@ -178,10 +154,15 @@ class Producing(Staging):
     def execute(self, command: Command, now: float) -> None:
         """Posts are ours; the rest is every side's."""
         if isinstance(command, Post):
-            self._post(command, now)
-        else:
-            self._account(command)
-            super().execute(command, now)
+            self.post(command, now)
+            self._trace_post(command)
+            return
+        self._account(command)
+        if isinstance(command, Ended):
+            self.cut(command.key, now)
+        elif isinstance(command, Send) and isinstance(command.message, Failed):
+            self.cut(command.message.key, now)
+        super().execute(command, now)
 
     def _account(self, command: Command) -> None:
         if isinstance(command, Ended):
@@ -190,69 +171,11 @@ class Producing(Staging):
         else:
             self.account(command)
 
-    def _post(self, post: Post, now: float) -> None:
-        pair, started = self.agents.get(post.peer), trace_now()
-        try:
-            if self.transport is None or pair is None:
-                raise TransportError(self.grounded or f"{post.peer} is not connected any more")
-            plan = self._plan(pair, post)
-            notification = encode(pair.token, post.complete)
-        except Exception as error:
-            self._not_posted(post, pair, error, False, now)
+    def _trace_post(self, post: Post) -> None:
+        write = self._writes.get(post.write)
+        if write is None:
             return
-        self._posting = post.write
-        try:
-            number = self._write(pair, plan, notification)
-        except PushKVError as error:  # nothing was handed over: the transport's word
-            self._not_posted(post, pair, error, False, now)
-        except Exception as error:
-            self._not_posted(post, pair, error, True, now)
-        else:
-            self._posted(number, post, plan, started)
-        self._posting = None
-
-    def _not_posted(self, post: Post, pair: Pair | None, error: Exception, reached: bool, now: float) -> None:
-        if not isinstance(error, PushKVError):
-            log.error("%s cannot be posted.", post.key, exc_info=error)
-        detail = str(error) or type(error).__name__
-        self.machine.write_failed(post.write, _outcome(error, reached), detail, now, reached=reached)
-        if isinstance(error, PeerLost) and pair is not None:
-            pair.broken = True
-            self.lose(pair, detail, now)
-
-    def _plan(self, pair: Pair, post: Post) -> CopyPlan:
-        assert isinstance(post.target, Blocks)
-        return plan_copy(
-            pair.template.source,
-            pair.template.target,
-            tables(post.source),
-            tables(post.target),
-            (post.start, post.stop),
-            template=pair.template,
-            end=post.end,
-        )
-
-    def _write(self, pair: Pair, plan: CopyPlan, notification: bytes) -> int:
-        assert self.transport is not None
-        if pair.prepared is not None:
-            source, target = plan.source_index, plan.target_index
-            if source is not None and target is not None:
-                return self.transport.write_indexed(pair.prepared, source, target, notification)
-        length = plan.length.astype(np.uint64)
-        ours, theirs = self.shared.cache.regions, pair.theirs.regions
-        source_at = addresses(ours, plan.source_region, plan.source_offset)
-        target_at = pair.addresses(plan.target_region, plan.target_offset)
-        return self.transport.write(
-            pair.agent, _pieces(ours, source_at, length), _pieces(theirs, target_at, length), notification
-        )
-
-    def _posted(self, number: int, post: Post, plan: CopyPlan, started: int) -> None:
-        self._writes[number] = _Write(post.write, post, plan, started)
-        stats = self.shared.stats
-        stats["writes"] += 1
-        stats["bytes"] += plan.bytes
-        stats["descriptors before"] += plan.descriptors_before
-        stats["descriptors"] += plan.descriptors
+        started = write.posted_ns
         trace, nonce = self.shared.trace, post.complete.nonce
         if trace.enabled:
             trace.instant("rendezvous", "transfers", str(post.key), at_ns=started)
@@ -281,24 +204,8 @@ class Producing(Staging):
         return self.each(ended, lambda result: self._ended(result, now))
 
     def _ended(self, result: WriteResult, now: float) -> None:
-        write = self._writes.pop(result.write, None)
-        if write is None:
+        if not self.slice_ended(result, now):
             self._warmed(result, now)
-            return
-        post = write.post
-        self.shared.trace.span(
-            "WRITE", "transfers", str(post.key), write.posted_ns, trace_now(),
-            bytes=write.plan.bytes, descriptors=write.plan.descriptors, status=result.status.value,
-        )  # fmt: skip
-        if result.status is WriteStatus.DONE:
-            self.machine.write_done(write.number, now)
-        else:
-            outcome = Outcome.PEER_LOST if result.peer_lost else Outcome.TRANSPORT_ERROR
-            self.machine.write_failed(write.number, outcome, result.error, now, reached=result.reached)
-            pair = self.agents.get(post.peer)
-            if result.peer_lost and pair is not None:
-                pair.broken = True
-                self.lose(pair, result.error, now)
 
     def _warmed(self, result: WriteResult, now: float) -> None:
         pair = self._warming.pop(result.write, None)
@@ -308,13 +215,6 @@ class Producing(Staging):
         if result.peer_lost:
             pair.broken = True
             self.lose(pair, result.error, now)
-
-
-def _outcome(error: Exception, reached: bool) -> Outcome:
-    """Why a WRITE was not posted. What has not reached the transport and is not its error is a plan gone wrong."""
-    if isinstance(error, PeerLost):
-        return Outcome.PEER_LOST
-    return Outcome.TRANSPORT_ERROR if reached or isinstance(error, TransportError) else Outcome.REJECTED_GEOMETRY
 
 
 def _lattice(regions: tuple[Region, ...], rows: UnitRows, unit: int) -> Lattice:
@@ -328,9 +228,5 @@ def _lattice(regions: tuple[Region, ...], rows: UnitRows, unit: int) -> Lattice:
     )
 
 
-def _pieces(regions: tuple[Region, ...], address: np.ndarray, length: np.ndarray) -> Pieces:
-    return Pieces(address, length, regions[0].device, regions[0].memory)
-
-
 def _no_bytes(regions: tuple[Region, ...]) -> Pieces:
-    return _pieces(regions, np.array([regions[0].address], np.uint64), np.zeros(1, np.uint64))
+    return pieces(regions, np.array([regions[0].address], np.uint64), np.zeros(1, np.uint64))

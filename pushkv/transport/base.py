@@ -138,7 +138,7 @@ class Transport(ABC):
         target: NDArray[np.int32],
         notification: bytes,
     ) -> int:
-        """WRITE pieces by index in the prepared lists; returns the write's number.
+        """WRITE pieces by index in the prepared lists; returns the write's number. An empty notification is none.
 
         The caller sorts pairs so that neighbours merge. Raises PeerLost or TransportError only when
         nothing was handed over; once handed over, failures come by :meth:`poll`.

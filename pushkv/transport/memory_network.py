@@ -355,7 +355,8 @@ class Network:
             for write in station.writes.values():
                 if write.result is None and not write.copies:
                     write.result = WriteResult(write.number, WriteStatus.DONE)
-                    self._send(station, write.target, write.notification)
+                    if write.notification:
+                        self._send(station, write.target, write.notification)
             results = [write.result for write in station.writes.values() if write.result is not None]
             for result in results:
                 del station.writes[result.write]

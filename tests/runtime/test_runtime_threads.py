@@ -156,7 +156,7 @@ class TestErrorsCostWhatRaisedThem:
         assert {transfer.wait(WAIT) for transfer in transfers} == {Outcome.COMPLETE}, "the first one is sent again"
         assert producer.stats()["errors"] == 1
 
-    @pytest.mark.parametrize(("step", "released"), [("_plan", True), ("_write", False)])
+    @pytest.mark.parametrize(("step", "released"), [("_plan", True), ("_hand_over", False)])
     def test_a_write_that_cannot_be_made(
         self, ends: tuple[Producer, Consumer], monkeypatch: pytest.MonkeyPatch, step: str, released: bool
     ) -> None:

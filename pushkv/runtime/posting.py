@@ -1,0 +1,319 @@
+"""The producer's WRITEs on its transfer thread: planned once, posted in slices, watched to their end.
+
+A large WRITE goes out in slices, each sized so that handing it over takes about :data:`SLICE_SECONDS`, with a look at
+everything else in between; over some transports handing over is copying, and the thread would be away for all
+of it. The notification rides on the last slice, which is posted when the others have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pushkv.core.commands import Post
+from pushkv.core.copies import CopyPlan
+from pushkv.core.geometry import BlockTable
+from pushkv.core.memory import Region
+from pushkv.core.messages import Blocks, TransferKey, encode
+from pushkv.core.outcome import Outcome
+from pushkv.core.plan import plan_copy
+from pushkv.core.producer import ProducerMachine
+from pushkv.errors import PeerLost, PushKVError, TransportError
+from pushkv.runtime.pair import Pair, addresses
+from pushkv.runtime.peering import Shared
+from pushkv.runtime.staging import Staging
+from pushkv.trace import now as trace_now
+from pushkv.transport.base import Pieces, WriteResult, WriteStatus
+
+log = logging.getLogger(__name__)
+
+SLICE_SECONDS = 0.002
+"""How long handing over one slice may take."""
+LIVELY = 2.0
+"""Nothing is posted to a peer that has not been heard for as many seconds: a call to a dead one may not return."""
+RUN_MOST = 16 << 20
+"""Bytes of the longest piece that is handed over as one, where pieces are not prepared units."""
+MOST_FLYING = 4
+"""How many slices of one WRITE are in flight at once."""
+
+
+@dataclass
+class Budget:
+    """How much one slice to a peer may hold, learnt from how long the last ones took to hand over."""
+
+    pieces: int = 1024
+    bytes: int = 4 << 20
+
+    def learn(self, seconds: float) -> None:
+        """Take a full slice's cost into account."""
+        if seconds > SLICE_SECONDS:
+            self.pieces, self.bytes = max(16, self.pieces // 2), max(64 << 10, self.bytes // 2)
+        elif seconds < SLICE_SECONDS / 4:
+            self.pieces, self.bytes = min(1 << 20, self.pieces * 2), min(1 << 34, self.bytes * 2)
+
+
+@dataclass
+class Write:
+    """One WRITE of the machine's: what is still to be posted of it, and what is in flight."""
+
+    post: Post
+    pair: Pair
+    plan: CopyPlan
+    notification: bytes
+    posted_ns: int
+    at: int = 0
+    """How many pieces have been handed over."""
+    flying: set[int] = field(default_factory=set)
+    last: int | None = None
+    """The slice that carries the notification, once it is posted."""
+
+    def __post_init__(self) -> None:
+        plan, indexed = self.plan, self.pair.prepared is not None
+        self.index = (plan.source_index, plan.target_index) if indexed else (None, None)
+        if self.index[0] is None:
+            self.pieces = _chopped(plan)
+            self.ends = np.cumsum(self.pieces[4])
+        else:
+            self.ends = np.arange(1, len(self.index[0]) + 1) * (plan.bytes // len(self.index[0]))
+
+    @property
+    def posted(self) -> bool:
+        """Whether all of it has been handed over."""
+        return self.at >= len(self.ends)
+
+    def stop(self, budget: Budget) -> int:
+        """Where the next slice stops."""
+        done = int(self.ends[self.at - 1]) if self.at else 0
+        most = int(np.searchsorted(self.ends, done + budget.bytes, side="right"))
+        return min(max(most, self.at + 1), self.at + budget.pieces, len(self.ends))
+
+    def ready(self, budget: Budget) -> bool:
+        """Whether a slice may be posted: not too many are in flight, and the last waits for all others."""
+        last = self.stop(budget) == len(self.ends)
+        return len(self.flying) < (1 if last else MOST_FLYING)
+
+
+def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
+    """A message's block tables as the planner takes them."""
+    return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)
+
+
+def _chopped(plan: CopyPlan) -> tuple[NDArray[np.int64], ...]:
+    """Source region and offset, target region and offset, and length of a plan's runs, none longer than RUN_MOST."""
+    columns = (plan.source_region, plan.source_offset, plan.target_region, plan.target_offset, plan.length)
+    if not plan.length.size or int(plan.length.max()) <= RUN_MOST:
+        return columns
+    counts = -(-plan.length // RUN_MOST)
+    run = np.repeat(np.arange(plan.length.size), counts)
+    skipped = (np.arange(run.size) - np.repeat(np.cumsum(counts) - counts, counts)) * RUN_MOST
+    source_region, source, target_region, target, length = (column[run] for column in columns)
+    return source_region, source + skipped, target_region, target + skipped, np.minimum(length - skipped, RUN_MOST)
+
+
+def outcome_of(error: Exception, reached: bool) -> Outcome:
+    """Why a WRITE was not posted. What has not reached the transport and is not its error is a plan gone wrong."""
+    if isinstance(error, PeerLost):
+        return Outcome.PEER_LOST
+    return Outcome.TRANSPORT_ERROR if reached or isinstance(error, TransportError) else Outcome.REJECTED_GEOMETRY
+
+
+class Posting(Staging):
+    """The part of the producer's side that has to do with WRITEs."""
+
+    def __init__(self, shared: Shared, machine: ProducerMachine) -> None:
+        super().__init__(shared, machine)
+        self._writes: dict[int, Write] = {}
+        """WRITEs under way, by the machine's number."""
+        self._slices: dict[int, Write] = {}
+        """And by the data mover's number of each slice in flight."""
+        self._queues: dict[str, deque[Write]] = {}
+        """What is still to be posted, by peer: one slice a peer and look."""
+        self._budgets: dict[str, Budget] = {}
+
+    def strand(self, detail: str, now: float) -> None:
+        """The data mover is gone: what was in flight may travel for ever, what was not has ended."""
+        writes = list(self._writes.values())
+        self._writes.clear()
+        self._slices.clear()
+        self._queues.clear()
+        for write in writes:
+            reached = bool(write.flying) or write.at > 0
+            self.machine.write_failed(write.post.write, Outcome.TRANSPORT_ERROR, detail, now, reached=reached)
+
+    def post(self, post: Post, now: float) -> None:
+        """Plan a WRITE and begin to post it."""
+        pair, asked = self.agents.get(post.peer), trace_now()
+        try:
+            if self.transport is None or pair is None:
+                raise TransportError(self.grounded or f"{post.peer} is not connected any more")
+            if pair.lost:
+                raise PeerLost(f"{post.peer} is lost")
+            write = Write(post, pair, self._plan(pair, post), encode(pair.token, post.complete), asked)
+        except Exception as error:
+            self._not_posted(post, pair, error, False, now)
+            return
+        self._writes[post.write] = write
+        self._queues.setdefault(post.peer, deque()).append(write)
+        if len(self._queues[post.peer]) == 1:
+            self._advance(post.peer, now)
+
+    def _plan(self, pair: Pair, post: Post) -> CopyPlan:
+        assert isinstance(post.target, Blocks)
+        return plan_copy(
+            pair.template.source,
+            pair.template.target,
+            tables(post.source),
+            tables(post.target),
+            (post.start, post.stop),
+            template=pair.template,
+            end=post.end,
+        )
+
+    def advance(self, now: float) -> bool:
+        """Post a slice to each peer that something waits for; whether anything was posted."""
+        return any([self._advance(peer, now) for peer in list(self._queues)])
+
+    @property
+    def slicing(self) -> bool:
+        """Whether there is a slice that could be posted at once."""
+        queues = self._queues.items()
+        return any(queue[0].ready(self._budget(peer)) and self._lively(queue[0]) for peer, queue in queues if queue)
+
+    def _budget(self, peer: str) -> Budget:
+        return self._budgets.setdefault(peer, Budget())
+
+    def _lively(self, write: Write) -> bool:
+        return self.shared.clock() - write.pair.heard <= LIVELY
+
+    def _advance(self, peer: str, now: float) -> bool:
+        queue = self._queues.get(peer)
+        if not queue:
+            self._queues.pop(peer, None)
+            return False
+        write = queue[0]
+        if not write.ready(self._budget(peer)) or not self._lively(write):
+            return False
+        self._post_slice(write, now)
+        if write.posted or write.post.write not in self._writes:
+            queue.popleft()
+        return True
+
+    def _post_slice(self, write: Write, now: float) -> None:
+        budget = self._budget(write.post.peer)
+        start, write.at = write.at, write.stop(budget)
+        began = time.perf_counter()
+        try:
+            number = self._hand_over(write, start, write.notification if write.posted else b"")
+        except Exception as error:
+            # Of this slice nothing was handed over, by the transport's word; of those before it something was.
+            reached = not isinstance(error, PushKVError) or bool(write.flying)
+            self._give_up(write)
+            self._not_posted(write.post, write.pair, error, reached, now)
+            return
+        if not write.posted or start:
+            budget.learn(time.perf_counter() - began)
+        if not start:
+            self._count(write)
+        write.flying.add(number)
+        write.last = number if write.posted else None
+        self._slices[number] = write
+
+    def _hand_over(self, write: Write, start: int, notification: bytes) -> int:
+        assert self.transport is not None
+        pair, some = write.pair, slice(start, write.at)
+        source, target = write.index
+        if pair.prepared is not None and source is not None and target is not None:
+            return self.transport.write_indexed(pair.prepared, source[some], target[some], notification)
+        source_region, source_offset, target_region, target_offset, length = (column[some] for column in write.pieces)
+        ours, theirs, sizes = self.shared.cache.regions, pair.theirs.regions, length.astype(np.uint64)
+        return self.transport.write(
+            pair.agent,
+            pieces(ours, addresses(ours, source_region, source_offset), sizes),
+            pieces(theirs, addresses(theirs, target_region, target_offset), sizes),
+            notification,
+        )
+
+    def _give_up(self, write: Write) -> None:
+        """Post nothing more of a WRITE, and take no more notice of what is in flight of it."""
+        write.at = len(write.ends)
+        self._writes.pop(write.post.write, None)
+        for number in write.flying:
+            self._slices.pop(number, None)
+
+    def _not_posted(self, post: Post, pair: Pair | None, error: Exception, reached: bool, now: float) -> None:
+        if not isinstance(error, PushKVError):
+            log.error("%s cannot be posted.", post.key, exc_info=error)
+        detail = str(error) or type(error).__name__
+        self.machine.write_failed(post.write, outcome_of(error, reached), detail, now, reached=reached)
+        if isinstance(error, PeerLost) and pair is not None:
+            pair.broken = True
+            self.lose(pair, detail, now)
+
+    def cut(self, key: TransferKey, now: float) -> None:
+        """The transfer is over or fails: what is not handed over yet need not be."""
+        for queue in self._queues.values():
+            for write in [one for one in queue if one.post.key == key and not one.posted]:
+                queue.remove(write)
+                write.at = len(write.ends)
+                self._end_if_idle(write, now)
+
+    def lose(self, pair: Pair, detail: str, now: float) -> None:
+        """As for every side; what waits to be posted to the peer is not."""
+        super().lose(pair, detail, now)
+        for write in self._queues.pop(pair.agent, ()):
+            write.at = len(write.ends)
+            self._end_if_idle(write, now)
+
+    def _end_if_idle(self, write: Write, now: float) -> None:
+        """End a WRITE that was cut short, once nothing of it is in flight: then nothing travels."""
+        if write.last is None and not write.flying and self._writes.pop(write.post.write, None) is not None:
+            self.machine.write_failed(write.post.write, Outcome.CANCELLED, "cut short", now, reached=False)
+
+    def slice_ended(self, result: WriteResult, now: float) -> bool:
+        """Take in the end of a slice; whether it was one of ours."""
+        write = self._slices.pop(result.write, None)
+        if write is None:
+            return False
+        write.flying.discard(result.write)
+        if result.status is WriteStatus.FAILED:
+            self._failed(write, result, now)
+        elif result.write == write.last:
+            self._trace_end(write, result.status)
+            self._writes.pop(write.post.write, None)
+            self.machine.write_done(write.post.write, now)
+        elif write.posted:
+            self._end_if_idle(write, now)
+        return True
+
+    def _failed(self, write: Write, result: WriteResult, now: float) -> None:
+        self._trace_end(write, result.status)
+        outcome = Outcome.PEER_LOST if result.peer_lost else Outcome.TRANSPORT_ERROR
+        reached = result.reached or bool(write.flying)
+        self._give_up(write)
+        self.machine.write_failed(write.post.write, outcome, result.error, now, reached=reached)
+        if result.peer_lost:
+            write.pair.broken = True
+            self.lose(write.pair, result.error, now)
+
+    def _count(self, write: Write) -> None:
+        stats, plan = self.shared.stats, write.plan
+        stats["writes"] += 1
+        stats["bytes"] += plan.bytes
+        stats["descriptors before"] += plan.descriptors_before
+        stats["descriptors"] += plan.descriptors
+
+    def _trace_end(self, write: Write, status: WriteStatus) -> None:
+        self.shared.trace.span(
+            "WRITE", "transfers", str(write.post.key), write.posted_ns, trace_now(),
+            bytes=write.plan.bytes, descriptors=write.plan.descriptors, status=status.value,
+        )  # fmt: skip
+
+
+def pieces(regions: tuple[Region, ...], address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Pieces:
+    """Pieces in the memory that these regions are of."""
+    return Pieces(address, length, regions[0].device, regions[0].memory)

@@ -24,7 +24,7 @@ class Apart:
         self.cast, self.networks = cast, networks
         near, self.far = (Place(networks.network(n), environment={"UCX_NET_DEVICES": DATA}) for n in range(2))
         bind = f"{networks.address(0, CONTROL)}:0"
-        self.producer = cast.producer("p", near, bind=bind, listen_to_the_network_without_a_key=True)
+        self.producer = cast.producer("p", near, bind=bind, listen_to_the_network_without_a_key=True, stall=3.0)
         self.consumer, self.neighbour = cast.consumer("d", self.far), cast.consumer("e", near)
         for consumer in (self.consumer, self.neighbour):
             connect(consumer, self.producer)
@@ -114,8 +114,8 @@ def test_a_path_of_the_bytes_that_never_was(apart: Apart) -> None:
     """As behind a firewall that drops: the handshake fails by its timeout and holds nobody else up."""
     apart.networks.lose(DATA)
     late = apart.cast.consumer("f", apart.far)
-    late.child.tell("connect_by", apart.producer.ask("address"), 8.0)
-    for number in range(7):
+    late.child.tell("connect_by", apart.producer.ask("address"), 5.0)
+    for number in range(4):
         push(apart.producer, apart.neighbour, f"meanwhile {number}")
         time.sleep(1.0)
     assert "its first WRITE has not arrived" in late.child.answer()

@@ -41,6 +41,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     machine alone, unless ``listen_to_the_network_without_a_key`` is set. ``allow`` narrows, to addresses or networks,
     who may connect.
 
+    ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
+
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
     ``advertise``, by default what it is bound to. ``peers`` are the hosts that will connect: naming one that is not
     this machine makes an address that only this machine can reach an error. ``silence`` is after how many seconds
@@ -57,6 +59,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_file: str = ""
     allow: tuple[str, ...] = ()
     listen_to_the_network_without_a_key: bool = False
+    quarantine_limit: float = 0.1
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()

@@ -53,10 +53,20 @@ def is_here(host: str) -> bool:
 def _resolve(host: str) -> list[str]:
     if is_wildcard(host):
         return ["0.0.0.0"]
+    if _is_literal(host):
+        return [host]
     try:
         return [str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError) as error:
         raise AddressError(f"host {host!r} does not resolve ({error}); give an address that does.") from error
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _bindable(host: str) -> bool:

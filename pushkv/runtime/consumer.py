@@ -108,7 +108,7 @@ class Consumer(Endpoint[Consuming]):
         """When a rank that is away is dialled next, and how long was waited for that."""
         self._redials: dict[str, Dial] = {}
         super().__init__(config, cache, transport=transport, trace=trace)
-        self._start()
+        self._listen()
 
     def _make_side(self, shared: Shared) -> Consuming:
         return Consuming(shared, ConsumerMachine(shared.config.limits))
@@ -181,6 +181,10 @@ class Consumer(Endpoint[Consuming]):
         if key in self._transfers:
             raise ProtocolError(f"{key} is offered already; count attempt up and take other blocks.")
         handle = self._transfers[key] = Transfer(key)
+        if crowded := self._crowded():
+            self._emit(Ended(key, Outcome.REJECTED_BUSY, crowded))
+            self._emit(Released(key))
+            return handle
 
         def make() -> Order:
             pairs = link.fitting()
@@ -189,6 +193,14 @@ class Consumer(Endpoint[Consuming]):
 
         life.submit(lambda side: side.offer(key, into, make))
         return handle
+
+    def _crowded(self) -> str:
+        """Why nothing more is offered: too much of the cache waits for proof; empty where it may be."""
+        quarantined = sum(life.side.quarantined_blocks for life in self._lives)
+        blocks = sum(group.blocks for group in self.cache.geometry.groups)
+        if quarantined <= self.config.quarantine_limit * blocks:
+            return ""
+        return f"{quarantined} of {blocks} blocks are quarantined: run `pushkv fence {self.address}` for proof"
 
     def cancel(self, transfer: Transfer, detail: str = "cancelled by the engine") -> None:
         """End a transfer (the request was aborted). Its blocks are free once it is released, not before."""
@@ -245,6 +257,8 @@ class Consumer(Endpoint[Consuming]):
             self._for_dial(message.token, lambda side: side.welcomed(message))
         elif isinstance(message, wire.Refusal):
             self._for_dial(message.token, lambda side: side.refused(message))
+        else:
+            super()._control_message(route, message)
 
     def _for_dial(self, token: bytes, action: Callable[[Consuming], None]) -> None:
         for life in self._lives:

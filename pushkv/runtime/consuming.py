@@ -27,6 +27,7 @@ from pushkv.core.messages import (
 )
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order, block_sets
+from pushkv.core.states import Target
 from pushkv.core.template import PairTemplate
 from pushkv.errors import (
     HandshakeError,
@@ -106,6 +107,7 @@ class Consuming(Side):
         self._traced: dict[bytes, TransferKey] = {}
         self._offered: dict[TransferKey, int] = {}
         self.held_blocks = 0
+        self.quarantined_blocks = 0
         self._blocks: dict[TransferKey, list[frozenset[int]]] = {}
         self._refused: dict[TransferKey, set[TransferKey]] = {}
         """Refused transfers whose blocks others have in custody, and which: they are released after those."""
@@ -131,6 +133,7 @@ class Consuming(Side):
         self.in_custody = len(self.machine.transfers()) + len(self._refused)
         self.held_blocks = self.machine.held_blocks()
         self.quarantined = self.machine.quarantined
+        self.quarantined_blocks = self.machine.held_blocks(Target.QUARANTINED) if self.quarantined else 0
 
     def end_open(self, outcome: Outcome, detail: str) -> None:
         """Cancel every transfer, for this reason."""

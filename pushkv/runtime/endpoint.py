@@ -13,10 +13,12 @@ from typing import Any, Generic, TypeVar
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command
-from pushkv.errors import ConfigError, EndpointClosed
+from pushkv.errors import EndpointClosed
 from pushkv.runtime import wire
+from pushkv.runtime.address import check_guarded, parse, url
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
+from pushkv.runtime.factory import TransportFactory, transport_factory
 from pushkv.runtime.keys import load_keys
 from pushkv.runtime.life import Life, keep
 from pushkv.runtime.lines import Lines
@@ -25,7 +27,6 @@ from pushkv.runtime.pair import Pair
 from pushkv.runtime.side import CLOSED, Shared, Side
 from pushkv.runtime.turn import Turn
 from pushkv.trace import Trace
-from pushkv.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ S = TypeVar("S", bound=Side)
 E = TypeVar("E", bound="Endpoint[Any]")
 __all__ = ["Ending", "Endpoint", "TransportFactory"]
 
-TransportFactory = Callable[[str], Transport]
 SIGN_OF_LIFE = 1.0
 """Seconds between signs of life over a control connection."""
 LONG_AWAY = 1.0
@@ -59,7 +59,7 @@ class Endpoint(Generic[S]):
     ) -> None:
         self.config = config
         self.cache = cache
-        factory = transport or _transport_factory(config)
+        factory = transport or transport_factory(config)
         keys = load_keys(config.key_file)
         lines = Lines(keys, config.allow, wire.MAX_CONTROL_FRAME)
         self._control = ControlThread(f"pushkv-{self.role}-control", lines, self._heard, self._tick)
@@ -313,7 +313,37 @@ class Endpoint(Generic[S]):
             pair.moved = True
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
-        raise NotImplementedError
+        if isinstance(message, wire.Fence) and not self._closing:
+            name = f"pushkv-{self.role}-fence"
+            threading.Thread(target=self._fence_for, args=(route, message.limit), name=name, daemon=True).start()
+
+    def _fence_for(self, route: Route, limit: float) -> None:
+        """Fence because an operator asked for it, and answer."""
+        try:
+            clear = self.fence(limit)
+            detail = f"{self.agent} goes on; {self.quarantined} transfers are quarantined"
+        except Exception as error:
+            clear, detail = False, str(error)
+        self._control.send(route, wire.Fenced(clear, detail[:2000]))
+
+    @property
+    def quarantined(self) -> int:
+        """How many transfers wait for nothing but proof that their memory is out of reach."""
+        return sum(life.side.quarantined for life in self._lives)
+
+    def _listen(self) -> None:
+        """Listen as the config says, and start. Raises AddressError."""
+        bind = parse(self.config.bind)
+        try:
+            check_guarded(bind, self.guarded, self.config.listen_to_the_network_without_a_key)
+            host, port = self._control.listen(bind)
+        except BaseException:
+            self._control.close()
+            raise
+        told = parse(self.config.advertise) if self.config.advertise else (host, port)
+        self.address = url((told[0], told[1] or port))
+        """Where this endpoint is reached: consumers connect to a producer's, operators to anybody's."""
+        self._start()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -356,25 +386,3 @@ class Endpoint(Generic[S]):
         over = [life for life in self._past if life.tick(now)]
         if over:
             self._past = [life for life in self._past if life not in over]
-
-
-def _transport_factory(config: EndpointConfig) -> TransportFactory:
-    if config.transport != "nixl":
-        raise ConfigError(
-            "transport 'memory' works inside one process: pass transport=lambda a: MemoryTransport(net, a)"
-        )
-
-    def make(agent: str) -> Transport:
-        from pushkv.transport.nixl import NixlSettings, NixlTransport
-
-        nixl = config.nixl
-        return NixlTransport(
-            NixlSettings(
-                agent,
-                backend=nixl.backend,
-                parameters=nixl.parameters,
-                progress_thread_delay_us=nixl.progress_thread_delay_us,
-            )
-        )
-
-    return make

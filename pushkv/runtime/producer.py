@@ -11,7 +11,7 @@ from pushkv.core.commands import Command, StageEnded, StageReleased
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
 from pushkv.runtime import wire
-from pushkv.runtime.address import check_guarded, check_reachable, parse, url
+from pushkv.runtime.address import check_reachable, parse
 from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
@@ -47,16 +47,7 @@ class Producer(Endpoint[Producing]):
         self._stages: dict[str, Ending] = {}
         self._introductions = Rate(per_second=10, burst=64)
         super().__init__(config, cache, transport=transport, trace=trace)
-        try:
-            check_guarded(bind, self.guarded, config.listen_to_the_network_without_a_key)
-            host, port = self._control.listen(bind)
-            told = parse(config.advertise) if config.advertise else (host, port)
-            self.address = url((told[0], told[1] or port))
-            """What consumers connect to."""
-        except BaseException:
-            self._control.close()
-            raise
-        self._start()
+        self._listen()
 
     def _make_side(self, shared: Shared) -> Producing:
         machine = ProducerMachine(shared.config.rank, shared.epoch, shared.config.limits)
@@ -139,8 +130,8 @@ class Producer(Endpoint[Producing]):
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
         if not isinstance(message, wire.Introduction):
-            return
-        if not self._introductions.allows(route, time.monotonic()):
+            super()._control_message(route, message)
+        elif not self._introductions.allows(route, time.monotonic()):
             self._shared.stats["handshakes over the rate"] += 1
         elif self._closing:
             self._control.send(route, wire.Refusal(message.token, f"{CLOSING}; connect to another"))

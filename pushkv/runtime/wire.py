@@ -10,7 +10,7 @@ from msgspec import Meta
 from pushkv.core.compat import Factors
 from pushkv.core.geometry import Geometry
 from pushkv.core.memory import Region
-from pushkv.core.messages import MAX_FRAME, OLDEST_VERSION, TOKEN_BYTES, VERSION, Name, Small, Text
+from pushkv.core.messages import MAX_FRAME, OLDEST_VERSION, TOKEN_BYTES, VERSION, Name, Seconds, Small, Text
 from pushkv.errors import ProtocolError
 from pushkv.transport.base import Host
 
@@ -82,7 +82,20 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     token: _Token
 
 
-Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Bye | Moved
+class Fence(msgspec.Struct, frozen=True, tag="fence"):
+    """An operator to an endpoint: rebuild your agent for the proof that gives."""
+
+    limit: Seconds
+
+
+class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
+    """The answer: whether nothing is quarantined any more, and what was seen."""
+
+    clear: bool
+    detail: Text
+
+
+Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Bye | Moved | Fence | Fenced
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pushkv import Consumer, Link, Outcome, Producer
+from pushkv.cli import main
 from pushkv.errors import EndpointClosed, HandshakeError
 from pushkv.transport.host import this_host
 from pushkv.transport.memory import Network
@@ -145,3 +146,57 @@ def test_dialling_a_rank_that_stays_away_leaves_nothing_behind(scene: Scene, mon
     count = len(sent)
     until(lambda: len(consumer._control._lines.routes) <= 1)
     assert len(sent) <= count + 1
+
+
+def test_an_operator_fences_from_the_command_line(timed: MakeScene, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = timed(Network(proofs=False))
+    producer, consumer, link = connected(scene)
+    move_away(consumer)
+    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
+    transfer = push.offer(link)
+    knows(producer, 1)
+    scene.kill(producer)
+    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+    assert transfer.wait(WAIT) is Outcome.PEER_LOST
+    assert main(["fence", consumer.address]) == 0
+    assert consumer.agent in capsys.readouterr().out
+    assert transfer.wait_released(WAIT)
+
+
+def test_a_fence_that_leaves_something_says_so(timed: MakeScene, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = timed(Network(proofs=False))
+    producer, consumer, link = connected(scene)
+    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
+    transfer = push.offer(link)
+    knows(producer, 1)
+    scene.kill(producer)
+    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+    assert transfer.wait(WAIT) is Outcome.PEER_LOST
+    assert main(["fence", consumer.address, "--timeout", "0.5"]) == 1
+    assert "1 transfers are quarantined" in capsys.readouterr().err
+    assert main(["fence", "127.0.0.1:1", "--timeout", "0"]) == 1
+    assert "timeout is 0 s" in capsys.readouterr().err
+
+
+def test_too_much_quarantine_stops_offers(timed: MakeScene) -> None:
+    scene = timed(Network(proofs=False))
+    producer, other = scene.producer(), scene.producer("q")
+    consumer = scene.consumer()  # 64 blocks
+    link, second = consumer.connect(producer.address), consumer.connect(other.address)
+    move_away(consumer)
+    lost = [Pushed(producer, consumer, f"r{n}", [n], [n], 4).offer(link) for n in range(7)]
+    knows(producer, 7)
+    scene.kill(producer)
+    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+    assert {one.wait(WAIT) for one in lost} == {Outcome.PEER_LOST}
+    until(lambda: consumer.quarantined == 7)
+    refused = Pushed(other, consumer, "more", [9], [9], 4).offer(second)
+    assert refused.wait(0) is Outcome.REJECTED_BUSY
+    assert f"7 of 64 blocks are quarantined: run `pushkv fence {consumer.address}`" in refused.detail
+    assert refused.released
+    assert consumer.fence(WAIT)
+    until(lambda: second.alive)
+    push = Pushed(other, consumer, "after", [9], [9], 4)
+    transfer = push.offer(second)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE

@@ -45,12 +45,12 @@ class Staging(Side):
         self._fenced: deque[Call] = deque()
         self._open: set[str] = set()
         """Stages that the machine has and that have no outcome yet."""
-        self._holding: set[str] = set()
-        """Stages whose blocks the machine holds."""
+        self._holding: dict[str, Ending] = {}
+        """The endings of stages whose blocks the machine holds."""
 
     def end_all(self, now: float, outcome: Outcome, detail: str) -> None:
         """End every stage, and refuse every offer from now on."""
-        for transfer in {*self._open, *(call.transfer for call in self._fenced)}:
+        for transfer in sorted({*self._open, *(call.transfer for call in self._fenced)}):
             self.unstage(transfer, now, outcome, detail)
         self.machine.close(now, outcome, detail)
         self.run_commands()
@@ -84,10 +84,14 @@ class Staging(Side):
             self._never_staged(dropped[-1], outcome, detail)
 
     def _drop_fenced(self, transfer: str) -> list[Call]:
+        """Forget the calls whose fence has not passed; those of the stage that has not ended are returned."""
         dropped = [call for call in self._fenced if call.transfer == transfer]
         if dropped:
             self._fenced = deque(call for call in self._fenced if call.transfer != transfer)
-        return dropped
+        for call in dropped:
+            if call.ending.outcome is not None:
+                self._let_go(call)
+        return [call for call in dropped if call.ending.outcome is None]
 
     def pass_fences(self, now: float) -> bool:
         """Take in the calls that have passed their fence and all before them for the same prompt; others do not wait.
@@ -107,15 +111,14 @@ class Staging(Side):
         return passed
 
     def _through(self, call: Call, now: float, verdict: str) -> None:
-        if verdict == _PASSED:
+        if call.ending.outcome is not None:  # ended meanwhile: nothing is read from these blocks
+            self._let_go(call)
+        elif verdict == _PASSED:
             self._take_in(call, now)
         else:
             self._refuse(call, Outcome.TRANSPORT_ERROR, verdict, now)
 
     def _take_in(self, call: Call, now: float) -> None:
-        if call.ending.outcome is not None:  # ended meanwhile: nothing is read from these blocks
-            self._never_staged(call, call.ending.outcome, "")
-            return
         if self.transport is None:
             self._refuse(call, Outcome.TRANSPORT_ERROR, self.grounded, now)
             return
@@ -128,7 +131,7 @@ class Staging(Side):
             self._refuse(call, Outcome.REJECTED_TOKENS, str(error), now)
             return
         self._open.add(call.transfer)
-        self._holding.add(call.transfer)
+        self._holding[call.transfer] = call.ending
         self.run_commands()
 
     def _refuse(self, call: Call, outcome: Outcome, detail: str, now: float) -> None:
@@ -141,18 +144,31 @@ class Staging(Side):
         """End and release what the machine has never had, or has no more; what it holds it releases itself."""
         if call.ending.outcome is None:
             self._pending.append(StageEnded(call.transfer, outcome, detail))
-        if call.transfer not in self._holding:
+            self.run_commands()
+        self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
+        """Release the blocks of a call whose stage has ended, unless the machine holds that stage's.
+
+        What has been released is not so again: by now the engine may have staged under this id anew.
+        """
+        if self._holding.get(call.transfer) is call.ending:
+            return
+        if not call.ending.released and not self._has_successor(call):
             self._pending.append(StageReleased(call.transfer))
-        self.run_commands()
-        if call.transfer not in self._holding:
-            call.ending.release()
+            self.run_commands()
+        call.ending.release()
+
+    def _has_successor(self, call: Call) -> bool:
+        fenced = (other.ending for other in self._fenced if other.transfer == call.transfer)
+        return call.transfer in self._holding or any(ending is not call.ending for ending in fenced)
 
     def account(self, command: Command) -> None:
         """Take note of what becomes of stages."""
         if isinstance(command, StageEnded):
             self._open.discard(command.transfer)
         elif isinstance(command, StageReleased):
-            self._holding.discard(command.transfer)
+            self._holding.pop(command.transfer, None)
 
 
 def _verdict(fence: Fence) -> str:

@@ -228,8 +228,11 @@ class Consumer(Endpoint[Consuming]):
 
     def _tick(self) -> None:
         super()._tick()
-        if not self._closing:
+        if not (self._closing or self._asleep):
             self._redial(time.monotonic())
+
+    def _peer_moved(self, pair: Pair) -> None:
+        self._redial_at.pop(str(pair.route), None)
 
     def _redial(self, now: float) -> None:
         """Introduce ourselves again where a rank that we want is away."""

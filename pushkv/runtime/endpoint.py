@@ -24,8 +24,9 @@ from pushkv.runtime.life import Life, keep
 from pushkv.runtime.lines import Lines
 from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
-from pushkv.runtime.side import CLOSED, Shared, Side
+from pushkv.runtime.side import Shared, Side
 from pushkv.runtime.turn import Turn
+from pushkv.runtime.watch import Watch
 from pushkv.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,6 @@ S = TypeVar("S", bound=Side)
 E = TypeVar("E", bound="Endpoint[Any]")
 __all__ = ["Ending", "Endpoint", "TransportFactory"]
 
-SIGN_OF_LIFE = 1.0
-"""Seconds between signs of life over a control connection."""
-LONG_AWAY = 1.0
-"""Seconds without a tick after which it was this process that was not there, and no peer's silence counts."""
 MOST_EVENTS = 1 << 16
 """How many events wait to be taken: an engine that waits on transfers instead must not gather them for ever."""
 AGAIN = 1.0
@@ -67,10 +64,9 @@ class Endpoint(Generic[S]):
         """Whether a cluster key guards the control plane."""
         self._events: deque[Command] = deque()
         self._closing = False
+        self._asleep = False
         self._closed: bool | None = None
         self._close_once = threading.Lock()
-        self._last_sign = 0.0
-        self._last_tick = time.monotonic()
         self._again = 0.0
         self._shared = Shared(
             config, cache, "", "", factory, self._control, Turn(), self._emit, trace or Trace.disabled()
@@ -78,6 +74,9 @@ class Endpoint(Generic[S]):
         self._renewal = threading.Lock()
         self._past: list[Life[S]] = []
         self._life = self._new_life()
+        self._watch: Watch[S] = Watch(
+            lambda: self._lives, self._control, config.silence, self._shared.stats, self._peer_moved
+        )
 
     def _new_life(self) -> Life[S]:
         return Life(self.role, self._shared, self._make_side)
@@ -182,6 +181,34 @@ class Endpoint(Generic[S]):
             time.sleep(0.01)
         return old not in self._past
 
+    def sleep(self, timeout: float = 10.0) -> bool:
+        """Let go of the cache's memory (an engine's sleep mode, ``unregister_kv_caches``); whether it may be freed.
+
+        What is open ends as by :meth:`close`; when custody has ended within ``timeout`` the agent is closed, which
+        deregisters the memory. Otherwise the endpoint goes on awake, and the memory must stay where it is.
+        """
+        with self._renewal:
+            self._check_open()
+            self._asleep = True
+            deadline = time.monotonic() + timeout
+            if not (all([self._wound_up(life, deadline) for life in self._lives]) and self._drained(deadline)):
+                self._begin_again("it could not sleep with memory in custody")
+                self._asleep = False
+                return False
+            for life in self._lives:
+                for pair in list(life.side.agents.values()):
+                    self._control.send(pair.route, wire.Bye(pair.token))
+            return all([life.transfer.stop(timeout) for life in self._lives])
+
+    def wake(self) -> None:
+        """Serve again after :meth:`sleep`, with the cache where it was; peers meet the fresh agent by themselves."""
+        with self._renewal:
+            if not self._asleep:
+                return
+            self._begin_again("it wakes")
+            self._past = []
+            self._asleep = False
+
     def _begin_again(self, why: str) -> Life[S]:
         """Begin another life; the last one goes on with what is in its custody. Raises what the data mover raises."""
         life, old = self._new_life(), self._life
@@ -212,6 +239,10 @@ class Endpoint(Generic[S]):
         deadline = time.monotonic() + timeout
         with self._renewal:
             self._closing = True
+            if self._asleep:
+                self._end_the_rest()
+                self._control.close()
+                return True
         clear = all([self._wound_up(life, deadline) for life in self._lives])
         clear = self._drained(deadline) and clear
         if not clear:
@@ -262,6 +293,8 @@ class Endpoint(Generic[S]):
     def _check_open(self) -> None:
         if self._closing:
             raise EndpointClosed(f"{self.agent} is closed; make another endpoint.")
+        if self._asleep:
+            raise EndpointClosed(f"{self.agent} sleeps; wake it first.")
 
     def _submit(self, action: Callable[[S], object]) -> None:
         """Have the present life's transfer thread do something."""
@@ -280,96 +313,26 @@ class Endpoint(Generic[S]):
             self._events.popleft()
             self._shared.stats["events dropped"] += 1
 
-    # The control thread's side
-
-    def _heard(self, route: Route, message: wire.Control) -> None:
-        if isinstance(message, wire.Relay):
-            self._relayed(route, message.frame)
-        elif isinstance(message, (wire.Alive, wire.Bye, wire.Moved)):
-            for life in self._lives:
-                pair = life.side.pairs.get(message.token)
-                if pair is not None:
-                    self._of_pair(life, pair, route, message)
-        else:
-            self._control_message(route, message)
-
-    def _relayed(self, route: Route, frame: bytes) -> None:
-        """Strangers' frames end here, so that they cannot keep the transfer thread busy."""
-        for life in self._lives:
-            if life.side.knows(frame):
-                life.submit(lambda side: side.frame(frame, route))
-                return
-        self._shared.stats["foreign frames"] += 1
-
-    def _of_pair(self, life: Life[S], pair: Pair, route: Route, message: wire.Alive | wire.Bye | wire.Moved) -> None:
-        token = message.token
-        if isinstance(message, wire.Alive):
-            pair.heard = time.monotonic()
-            if pair.lost or token == pair.coming or route != pair.route:
-                life.submit(lambda side: side.alive(token, route))
-        elif isinstance(message, wire.Bye):
-            life.submit(lambda side: side.peer_gone(token, CLOSED))
-        else:
-            pair.moved = True
-
-    def _control_message(self, route: Route, message: wire.Control) -> None:
-        if isinstance(message, wire.Fence) and not self._closing:
-            name = f"pushkv-{self.role}-fence"
-            threading.Thread(target=self._fence_for, args=(route, message.limit), name=name, daemon=True).start()
-
-    def _fence_for(self, route: Route, limit: float) -> None:
-        """Fence because an operator asked for it, and answer."""
-        try:
-            clear = self.fence(limit)
-            detail = f"{self.agent} goes on; {self.quarantined} transfers are quarantined"
-        except Exception as error:
-            clear, detail = False, str(error)
-        self._control.send(route, wire.Fenced(clear, detail[:2000]))
-
     @property
     def quarantined(self) -> int:
         """How many transfers wait for nothing but proof that their memory is out of reach."""
         return sum(life.side.quarantined for life in self._lives)
 
-    def _listen(self) -> None:
-        """Listen as the config says, and start. Raises AddressError."""
-        bind = parse(self.config.bind)
-        try:
-            check_guarded(bind, self.guarded, self.config.listen_to_the_network_without_a_key)
-            host, port = self._control.listen(bind)
-        except BaseException:
-            self._control.close()
-            raise
-        told = parse(self.config.advertise) if self.config.advertise else (host, port)
-        self.address = url((told[0], told[1] or port))
-        """Where this endpoint is reached: consumers connect to a producer's, operators to anybody's."""
-        self._start()
+    # What comes in over the control port
+
+    def _heard(self, route: Route, message: wire.Control) -> None:
+        if isinstance(message, (wire.Relay, wire.Alive, wire.Bye, wire.Moved)):
+            self._watch.heard(route, message)
+        else:
+            self._control_message(route, message)
+
+    def _peer_moved(self, pair: Pair) -> None:
+        """A peer goes on with another agent."""
 
     def _tick(self) -> None:
         now = time.monotonic()
-        away, self._last_tick = now - self._last_tick, now
-        for life in self._lives:
-            for pair in list(life.side.agents.values()):
-                if away > LONG_AWAY:
-                    pair.heard += away
-                if not pair.lost:
-                    self._watch(life, pair, now)
-        if now - self._last_sign >= SIGN_OF_LIFE:
-            self._last_sign = now
-            self._give_signs()
+        self._watch.tick(now)
         self._watch_lives(now)
-
-    def _watch(self, life: Life[S], pair: Pair, now: float) -> None:
-        token, silence = pair.token, self.config.silence
-        if pair.watch is not None and pair.watch.dead():
-            life.submit(lambda side: side.peer_gone(token, "its process has ended"))
-        elif now - pair.heard > silence:
-            life.submit(lambda side: side.peer_silent(token, f"not a word from it for {silence:g} s"))
-
-    def _give_signs(self) -> None:
-        for life in self._lives:
-            for pair in list(life.side.agents.values()):
-                self._control.send(pair.route, wire.Alive(pair.token))
 
     def _watch_lives(self, now: float) -> None:
         """Give up what is stuck, begin again where that was the present life, and drop the lives that are over."""
@@ -386,3 +349,31 @@ class Endpoint(Generic[S]):
         over = [life for life in self._past if life.tick(now)]
         if over:
             self._past = [life for life in self._past if life not in over]
+
+    def _control_message(self, route: Route, message: wire.Control) -> None:
+        if isinstance(message, wire.Fence) and not self._closing:
+            name = f"pushkv-{self.role}-fence"
+            threading.Thread(target=self._fence_for, args=(route, message.limit), name=name, daemon=True).start()
+
+    def _fence_for(self, route: Route, limit: float) -> None:
+        """Fence because an operator asked for it, and answer."""
+        try:
+            clear = self.fence(limit)
+            detail = f"{self.agent} goes on; {self.quarantined} transfers are quarantined"
+        except Exception as error:
+            clear, detail = False, str(error)
+        self._control.send(route, wire.Fenced(clear, detail[:2000]))
+
+    def _listen(self) -> None:
+        """Listen as the config says, and start. Raises AddressError."""
+        bind = parse(self.config.bind)
+        try:
+            check_guarded(bind, self.guarded, self.config.listen_to_the_network_without_a_key)
+            host, port = self._control.listen(bind)
+        except BaseException:
+            self._control.close()
+            raise
+        told = parse(self.config.advertise) if self.config.advertise else (host, port)
+        self.address = url((told[0], told[1] or port))
+        """Where this endpoint is reached: consumers connect to a producer's, operators to anybody's."""
+        self._start()

@@ -133,7 +133,8 @@ class Producer(Endpoint[Producing]):
             super()._control_message(route, message)
         elif not self._introductions.allows(route, time.monotonic()):
             self._shared.stats["handshakes over the rate"] += 1
-        elif self._closing:
-            self._control.send(route, wire.Refusal(message.token, f"{CLOSING}; connect to another"))
+        elif self._closing or self._asleep:
+            why = CLOSING if self._closing else "the producer sleeps"
+            self._control.send(route, wire.Refusal(message.token, f"{why}; connect to another"))
         else:
             self._life.submit(lambda side: side.introduced(route, message))

@@ -172,7 +172,7 @@ class TestLoss:
         push, later = pushes_over(producer, consumer, 2)
         transfer = push.offer(link)
         scene.network.partition(producer.agent, consumer.agent)
-        signs, producer._give_signs = producer._give_signs, lambda: None  # type: ignore[method-assign]
+        signs, producer._watch.give_signs = producer._watch.give_signs, lambda: None  # type: ignore[method-assign]
         assert transfer.wait(WAIT) is Outcome.PEER_LOST
         assert "not a word" in transfer.detail
         assert not link.alive
@@ -182,7 +182,7 @@ class TestLoss:
         assert "connect again" in refused.detail
         assert refused.wait_released(WAIT)
         scene.network.heal()
-        producer._give_signs = signs  # type: ignore[method-assign]
+        producer._watch.give_signs = signs  # type: ignore[method-assign]
         assert transfer.wait_released(WAIT), "heard again, it drains"
         until(lambda: link.alive)
         again = later.offer(link, attempt=1)

@@ -200,3 +200,48 @@ def test_too_much_quarantine_stops_offers(timed: MakeScene) -> None:
     transfer = push.offer(second)
     push.stage()
     assert transfer.wait(WAIT) is Outcome.COMPLETE
+
+
+def test_sleeping_lets_go_of_the_memory_and_waking_serves_again(timed: MakeScene) -> None:
+    scene = timed(Network())
+    producer, consumer, link = connected(scene)
+    agent = producer.agent
+    assert producer.sleep(WAIT)
+    assert not scene.network._stations[agent].receives, "its agent is closed"
+    until(lambda: not link.alive)
+    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
+    with pytest.raises(EndpointClosed, match="sleeps; wake it first"):
+        push.stage()
+    with pytest.raises(HandshakeError, match="the producer sleeps"):
+        consumer.connect(producer.address)
+    producer.wake()
+    until(lambda: link.alive and link.agents == (producer.agent,))
+    transfer = push.offer(link)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert consumer.sleep(WAIT)
+    consumer.wake()
+    until(lambda: link.alive, "the consumer meets its producers again")
+    assert consumer.sleep(WAIT)
+    assert consumer.close()
+
+
+def test_memory_in_custody_does_not_sleep(timed: MakeScene) -> None:
+    scene = timed(Network())
+    producer, consumer, link = connected(scene)
+    scene.network.stall(producer.agent)
+    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
+    transfer = push.offer(link)
+    stage = push.stage()
+    until(lambda: producer.stats().get("writes") == 1)
+    assert not consumer.sleep(0.2)
+    assert transfer.wait(WAIT) is Outcome.CANCELLED
+    assert not transfer.released
+    scene.network.release()
+    assert transfer.wait_released(WAIT)
+    assert stage.wait_released(WAIT)
+    until(lambda: link.alive, "it has gone on awake")
+    again = Pushed(producer, consumer, "again", [5], [6], 4)
+    transfer = again.offer(link)
+    again.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE

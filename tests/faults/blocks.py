@@ -54,6 +54,15 @@ class Blocks:
         """Put the canary into blocks."""
         self.array[0, first : first + count] = CANARY
 
+    def hold_what_came(self, first: int, count: int, source: int) -> bool:
+        """Whether a front part of the blocks, not none, holds what the producer's blocks do, and the rest nothing."""
+        came = self.touched()
+        return (
+            0 < len(came) <= count
+            and came == set(range(first, first + len(came)))
+            and self.hold(first, len(came), source)
+        )
+
     def hold(self, first: int, count: int, source: int) -> bool:
         """Whether blocks hold, to the last byte, what the producer's blocks from ``source`` on do."""
         rows = self.array[0, first : first + count, 0, :]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from faults.blocks import Blocks
@@ -26,8 +28,18 @@ class Player:
     def ask(self, name: str, *arguments: Any) -> Any:
         return self.child.ask(name, *arguments)
 
-    def signal(self, number: int) -> None:
-        self.child.signal(number)
+    def stop(self) -> None:
+        """Stop the child; none of its threads runs when this returns."""
+        self.child.signal(signal.SIGSTOP)
+        until(self._stopped, "the stop")
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.child.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+    def go_on(self) -> None:
+        """Continue it."""
+        self.child.signal(signal.SIGCONT)
 
 
 @dataclass

@@ -105,6 +105,11 @@ class Endpointed(Role):
     def detail(self, name: str) -> str:
         return {**self.stages, **self.transfers}[name].detail
 
+    def reaches(self) -> bool:
+        """Whether it takes its producer for alive."""
+        assert self.link is not None
+        return self.link.alive
+
     def stalled(self) -> str:
         return self.end.stalled
 

@@ -22,7 +22,7 @@ LANES = pytest.mark.parametrize("tls", ["all", "tcp"], indirect=True)
 
 def in_flight(writer: Player, target: Player) -> int:
     """A WRITE that cannot end, because its target is stopped."""
-    target.signal(signal.SIGSTOP)
+    target.stop()
     number: int = writer.ask("post", 0, LARGE)
     assert writer.ask("status", number, 0.3) == "in progress"
     return number
@@ -32,7 +32,7 @@ def test_a_stopped_target_leaves_the_write_in_progress(cast: Cast, tls: str) -> 
     writer, target = cast.movers()
     number = in_flight(writer, target)
     assert writer.ask("status", number, 1.0) == "in progress"
-    target.signal(signal.SIGCONT)
+    target.go_on()
     assert writer.ask("status", number, WAIT_S) == "done"
     assert target.blocks.hold(0, LARGE, 0)
 
@@ -42,7 +42,7 @@ def test_bytes_land_after_their_handle_was_released(cast: Cast, tls: str) -> Non
     number = in_flight(writer, target)
     writer.ask("release", number)
     assert target.blocks.touched() == set()
-    target.signal(signal.SIGCONT)
+    target.go_on()
     until(lambda: target.blocks.hold(0, LARGE, 0), "the last byte")
 
 
@@ -52,7 +52,7 @@ def test_bytes_land_after_their_peer_was_removed(cast: Cast, tls: str) -> None:
     writer.ask("remove")
     assert writer.ask("status", number, WAIT_S) == "failed"
     assert target.blocks.touched() == set()
-    target.signal(signal.SIGCONT)
+    target.go_on()
     until(lambda: len(target.blocks.touched()) > 1, "some of it")
 
 

@@ -34,7 +34,9 @@ def make_cache(fill: int) -> KVCache:
 
 
 def make_config(engine: str, **more: Any) -> EndpointConfig:
-    return EndpointConfig(engine=engine, limits=QUICK, **{"silence": SILENCE, **more})
+    # These caches are small and the WRITEs large: a lost one takes most of the cache into quarantine.
+    settings = {"silence": SILENCE, "quarantine_limit": 1.0, **more}
+    return EndpointConfig(engine=engine, limits=QUICK, **settings)
 
 
 class Role:

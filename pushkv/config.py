@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -97,7 +98,20 @@ def read_config(cls: type[C], settings: Mapping[str, Any]) -> C:
     try:
         return msgspec.convert(dict(settings), cls, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}; see pushkv.config.{cls.__name__}.") from error
+        raise ConfigError(f"{error}{_given(cls, settings, str(error))}; see pushkv.config.{cls.__name__}.") from error
+
+
+def _given(cls: type[Any], settings: Mapping[str, Any], told: str) -> str:
+    """What was given where msgspec's message points, and what may be."""
+    path = re.search(r"`\$\.([\w.]+)`$", told)
+    value, kind = settings, cls
+    for name in path[1].split(".") if path else ():
+        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        if not isinstance(value, Mapping) or name not in fields or name not in value:
+            return ""
+        value, kind = value[name], fields[name]
+    choices = f": choose {' or '.join(map(repr, get_args(kind)))}" if get_origin(kind) is Literal else ""
+    return f" ({value!r:.80} was given{choices})" if path else ""
 
 
 def _refuse_typos(cls: type[Any], settings: Mapping[str, Any], where: str) -> None:

@@ -44,7 +44,10 @@ def test_plain_data_becomes_a_config() -> None:
         ({"engine": "p", "rank": "first"}, "Expected `int`, got `str` - at `$.rank`"),
         ({"engine": "p", "transport": "nccl"}, "Invalid enum value 'nccl' - at `$.transport`"),
         ({"engine": "p", "nixl": {"backend": "MOONCAKE"}}, "Invalid enum value 'MOONCAKE' - at `$.nixl.backend`"),
-        ({"engine": "p", "limits": 3}, "`$.limits`"),
+        ({"engine": "p", "limits": 3}, "`$.limits` (3 was given)"),
+        ({"engine": "p", "limits": {"lease": "x"}}, "`$.limits.lease` ('x' was given)"),
+        ({"engine": "p", "transport": "nccl"}, "('nccl' was given: choose 'nixl' or 'memory')"),
+        ({"engine": "p", "peers": ["a", 1.5]}, "`$.peers[1]`"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(settings: dict[Any, Any], message: str) -> None:

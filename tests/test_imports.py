@@ -110,6 +110,7 @@ def test_import_pushkv_loads_nothing_heavy() -> None:
     assert (
         not loaded("from pushkv import EndpointConfig, KVCache, Limits, Outcome, prompt_digest, read_config") & HEAVY
     )
+    assert not loaded("from pushkv import Ended, Released, StageEnded, StageReleased, Kind, shard, Trace") & HEAVY
     assert not loaded("from pushkv import Producer, Consumer") & (HEAVY - {"zmq"})
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from pushkv import Consumer, Link, Outcome, prompt_digest
-from pushkv.core.commands import Command, Ended, Released
+from pushkv import Consumer, Ended, Link, Outcome, Released, prompt_digest
+from pushkv.core.commands import Command
 from pushkv.demo.engine import Engine, News, Place
 from pushkv.demo.generate import DecodeLoop
 from pushkv.demo.model import Model

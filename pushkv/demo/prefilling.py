@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pushkv import Producer, prompt_digest
-from pushkv.core.commands import Command, StageEnded, StageReleased
-from pushkv.core.layouts import Shard, shard
+from pushkv import Producer, Shard, StageEnded, StageReleased, prompt_digest, shard
+from pushkv.core.commands import Command
 from pushkv.demo.engine import Engine, News, Place
 from pushkv.demo.model import Model
 from pushkv.demo.paged import BlockIds, PagedCache, blocks_for

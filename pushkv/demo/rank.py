@@ -6,8 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from pushkv import Consumer, EndpointConfig, KVCache, Producer
-from pushkv.core.layouts import shard
+from pushkv import Consumer, EndpointConfig, KVCache, Producer, shard
 from pushkv.demo.decoding import Decode
 from pushkv.demo.engine import Engine, Place, RouterGone
 from pushkv.demo.environment import belong_to_parent

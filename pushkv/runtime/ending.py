@@ -13,6 +13,9 @@ class Ending:
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self.detail = ""
+        self.known = False
+        """Whether somebody has waited and been told the outcome."""
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._released = threading.Event()
 
@@ -24,22 +27,31 @@ class Ending:
     def wait(self, timeout: float | None = None) -> Outcome | None:
         """Wait for the outcome; None if it is not there in time."""
         self._ended.wait(timeout)
+        self.known |= self.outcome is not None
         return self.outcome
 
     def wait_released(self, timeout: float | None = None) -> bool:
         """Wait until its blocks may be reused; whether they may."""
-        return self._released.wait(timeout)
+        released = self._released.wait(timeout)
+        self.known |= released and self.outcome is not None
+        return released
 
     def end(self, outcome: Outcome, detail: str) -> None:
         """Called by the endpoint; the first outcome stands."""
-        if self.outcome is None:
+        with self._lock:
+            if self.outcome is not None:
+                return
             self.detail = detail
             self.outcome = outcome
-            self._ended.set()
+        self._ended.set()
 
-    def hold(self) -> None:
-        """Called by the endpoint: it has blocks in custody (again)."""
-        self._released.clear()
+    def hold(self) -> bool:
+        """Called by the endpoint: it is to have blocks in custody (again). Not once it has ended: then False."""
+        with self._lock:
+            if self.outcome is not None:
+                return False
+            self._released.clear()
+        return True
 
     def release(self) -> None:
         """Called by the endpoint."""

@@ -24,6 +24,8 @@ from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
 
 CLOSING = "the producer is shutting down"
+REMEMBERED = 4096
+"""How many stages that are over are remembered for an engine that does not ask."""
 
 
 class Producer(Endpoint[Producing]):
@@ -45,6 +47,8 @@ class Producer(Endpoint[Producing]):
         bind = parse(config.bind)
         check_reachable(bind, config.advertise, config.peers)
         self._stages: dict[str, Ending] = {}
+        self._untold: dict[str, tuple[Ending, Command]] = {}
+        """Stages that are over, and the last event of each, until the engine knows."""
         self._introductions = Rate(per_second=10, burst=64)
         super().__init__(config, cache, transport=transport, trace=trace)
         self._listen()
@@ -71,7 +75,9 @@ class Producer(Endpoint[Producing]):
         whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
         Nothing is read before ``fence`` has passed; by default that is the memory backend's, made now on the
         calling thread. The blocks stay as they are until the returned ending is released.
-        A stage that has ended, but whose blocks are still read, is returned as it is: nothing more is read for it.
+        A stage that has ended is returned as it is, and nothing more is read for it, as long as its blocks are still
+        read or the engine does not know: until it has waited for the ending, or taken the last event about it. After
+        that the same id begins another stage.
         Raises GeometryError for block ids out of range and ProtocolError for an id, digest or deadline that
         cannot be; numbers that contradict each other or an earlier call end the stage.
         """
@@ -80,15 +86,31 @@ class Producer(Endpoint[Producing]):
         packed = pack_blocks(self.cache, blocks)
         ready = prompt_tokens if ready is None else ready
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
-        ending = self._stages.get(transfer)
+        ending = self._stages.get(transfer) or self._untold_end(transfer)
         if ending is None:
             ending = self._stages[transfer] = Ending()
-        elif ending.outcome is not None:
+        if not ending.hold():
             return ending
-        ending.hold()
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending)
         self._submit(lambda side: side.stage(call))
         return ending
+
+    def _untold_end(self, transfer: str) -> Ending | None:
+        ending, _ = self._untold.get(transfer, (None, None))
+        if ending is not None and ending.known:
+            self._untold.pop(transfer, None)
+            return None
+        return ending
+
+    def events(self) -> list[Command]:
+        """Take what has happened; an id whose stage is over can be staged anew after that."""
+        taken = super().events()
+        for event in taken:
+            if isinstance(event, (StageEnded, StageReleased)):
+                _, last = self._untold.get(event.transfer, (None, None))
+                if last is event:
+                    self._untold.pop(event.transfer, None)
+        return taken
 
     def preempt(self, transfer: str) -> Ending | None:
         """Take a stage's blocks back to compute the prompt again later; :meth:`stage` it then with fresh blocks.
@@ -112,7 +134,11 @@ class Producer(Endpoint[Producing]):
         elif ending is not None and isinstance(event, StageReleased):
             ending.release()
         if ending is not None and ending.outcome is not None and ending.released:
-            self._stages.pop(event.transfer, None)  # type: ignore[union-attr]
+            assert isinstance(event, (StageEnded, StageReleased))
+            self._untold[event.transfer] = ending, event  # first: at every moment it is in one of the two
+            self._stages.pop(event.transfer, None)
+            if len(self._untold) > REMEMBERED:
+                self._untold.pop(next(iter(self._untold)), None)
         super()._emit(event)
 
     def _wind_up(self, side: Producing) -> None:

@@ -517,7 +517,7 @@ class TestWhatTheEngineSees:
 def sizes_of(endpoint: Producer | Consumer) -> dict[str, int]:
     """How much each container of an endpoint holds, those apart that are bounded by a number of their own."""
     side = endpoint._side
-    bounded = {"_events", "_early", "dead"}
+    bounded = {"_events", "_early", "_untold", "dead"}
     owners = [endpoint, side, side.machine, *vars(side.machine).get("_customers", {}).values(),
               *vars(side.machine).get("_pairings", {}).values()]  # fmt: skip
     sizes = {}

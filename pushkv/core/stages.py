@@ -104,6 +104,8 @@ class Stages:
         name, ready = stage.transfer, stage.ready
         if not 0 <= ready <= stage.prompt_tokens:
             raise ProtocolError(f"{name} stages {ready} of {stage.prompt_tokens} tokens: stage at most the prompt")
+        if stage.siblings < 1:
+            raise ProtocolError(f"{name} waits for {stage.siblings} siblings: wait for at least one")
         if known is None:
             if len(self._stages) >= self._limit:
                 raise ProtocolError(f"{name} is one stage more than the limit of {self._limit}: wait for some to end")

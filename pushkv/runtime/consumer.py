@@ -26,7 +26,7 @@ from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.life import Life
 from pushkv.runtime.pair import Pair
-from pushkv.runtime.requests import check_request, pack_blocks
+from pushkv.runtime.requests import MOST, check_request, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.trace import Trace
 
@@ -168,15 +168,18 @@ class Consumer(Endpoint[Consuming]):
         the prompt's blocks from number ``first_block`` on, one list for a cache of one group, else one a group.
         A retry counts ``attempt`` up and takes other blocks, or waits for the first one's release. ``deadline`` in
         seconds from now bounds everything. Raises GeometryError for block ids or tokens out of range, and
-        ProtocolError for an attempt that is open already and for an id, digest or deadline that cannot be.
+        ProtocolError for an attempt that is open already and for an id, digest, deadline or number that cannot be.
         """
         self._check_open()
         check_request(transfer, prompt, deadline)
-        stop = prompt_tokens if stop is None else stop
+        prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
+        start = whole(f"{transfer}'s start", start, -MOST)
+        stop = prompt_tokens if stop is None else whole(f"{transfer}'s stop", stop, -MOST)
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
-        into = pack_blocks(self.cache, blocks, first_block)
+        into = pack_blocks(self.cache, blocks, whole(f"{transfer}'s first_block", first_block))
         life = self._life
+        sibling, attempt = whole(f"{transfer}'s sibling", sibling), whole(f"{transfer}'s attempt", attempt)
         key = TransferKey(transfer, self.config.engine, life.epoch, sibling, attempt)
         if key in self._transfers:
             raise ProtocolError(f"{key} is offered already; count attempt up and take other blocks.")

@@ -18,7 +18,7 @@ from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.life import Life
 from pushkv.runtime.producing import Producing
 from pushkv.runtime.rate import Rate
-from pushkv.runtime.requests import check_request, pack_blocks
+from pushkv.runtime.requests import check_request, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
@@ -73,18 +73,23 @@ class Producer(Endpoint[Producing]):
 
         Call again with the same ``transfer`` as more is computed. ``prompt`` is :func:`pushkv.prompt_digest` of the
         whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
+        ``siblings`` is after how many offers served the stage ends: one for each consumer rank that this rank writes
+        to (:func:`pushkv.core.template.writers` tells which those are), times the n of a request with n > 1. A rank
+        that writes to none, as another has the same heads and does, need not stage.
         Nothing is read before ``fence`` has passed; by default that is the memory backend's, made now on the
         calling thread. The blocks stay as they are until the returned ending is released.
         A stage that has ended is returned as it is, and nothing more is read for it, as long as its blocks are still
         read or the engine does not know: until it has waited for the ending, or taken the last event about it. After
         that the same id begins another stage.
-        Raises GeometryError for block ids out of range and ProtocolError for an id, digest or deadline that
-        cannot be; numbers that contradict each other or an earlier call end the stage.
+        Raises GeometryError for block ids out of range and ProtocolError for an id, digest, deadline or
+        number that cannot be; numbers that contradict each other or an earlier call end the stage.
         """
         self._check_open()
         check_request(transfer, prompt, deadline)
         packed = pack_blocks(self.cache, blocks)
-        ready = prompt_tokens if ready is None else ready
+        prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
+        ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
+        siblings = whole(f"{transfer}'s siblings", siblings, 1)
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer) or self._untold_end(transfer)
         if ending is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,8 @@ from pushkv.errors import GeometryError, ProtocolError
 
 LONGEST = 86400.0
 """The longest deadline, in seconds."""
+MOST = 2**31 - 1
+"""The largest number of tokens, blocks, siblings or attempts, as messages hold it."""
 
 
 def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
@@ -48,10 +52,23 @@ def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
     """What no peer would take is refused where the engine asks for it. Raises ProtocolError."""
     if not 0 < len(transfer) <= 512:
         raise ProtocolError(f"transfer id {transfer!r:.80} has {len(transfer)} characters; give 1 to 512.")
+    if not transfer.isascii() and any("\ud800" <= letter <= "\udfff" for letter in transfer):
+        raise ProtocolError(f"transfer id {transfer!r:.80} holds half a surrogate pair; UTF-8 cannot.")
     if len(prompt) != DIGEST_BYTES:
         raise ProtocolError(f"{transfer}'s prompt digest has {len(prompt)} bytes; make it with pushkv.prompt_digest.")
     if deadline is not None and not 0 < deadline <= LONGEST:
         raise ProtocolError(f"{transfer}'s deadline is {deadline} s; give seconds above 0, at most a day.")
+
+
+def whole(what: str, value: object, least: int = 0) -> int:
+    """A number (numpy's too) as messages hold it: one that they cannot is refused here. Raises ProtocolError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if not least <= number <= MOST:
+        raise ProtocolError(f"{what} is {value!r:.80}; give a whole number from {least} to {MOST}.")
+    return number
 
 
 def _nested(blocks: object) -> bool:

@@ -29,14 +29,11 @@ class KVCache:
 
     def __post_init__(self) -> None:
         self.geometry.check(self.regions)
-        homes = {(region.memory, region.device) for region in self.regions}
-        if len(homes) > 1:
-            raise GeometryError(f"A rank's cache lies on {sorted(homes)}; an endpoint serves one device: split it.")
 
     @property
     def home(self) -> tuple[str, int]:
         """NIXL's memory type and the device ordinal."""
-        return (self.regions[0].memory, self.regions[0].device) if self.regions else ("DRAM", 0)
+        return self.regions[0].memory, self.regions[0].device
 
     @classmethod
     def of(

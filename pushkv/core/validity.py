@@ -16,6 +16,8 @@ LIMIT = 1 << 46
 """No size, stride or offset in bytes goes beyond 64 TiB, so that sums of a few stay exact in 64 bits."""
 MAX_COUNT = 1 << 31
 """Blocks, tokens of a block, heads and content elements are counted in 31 bits."""
+ADDRESSES = 1 << 64
+"""Addresses are below this."""
 
 Axis = tuple[int, int, str]
 """(stride in bytes, size, name)."""
@@ -27,6 +29,8 @@ def check_geometry(geometry: Geometry, regions: Sequence[Region] | None) -> None
         raise GeometryError(
             f"A geometry has {len(geometry.groups)} cache groups; between 1 and {MAX_GROUPS} make sense."
         )
+    if regions is not None:
+        _check_regions(regions)
     layers = sum(len(group.layers) for group in geometry.groups)
     if layers > MAX_LAYERS:
         raise GeometryError(f"A geometry has {layers} layers; at most {MAX_LAYERS} are taken.")
@@ -36,6 +40,21 @@ def check_geometry(geometry: Geometry, regions: Sequence[Region] | None) -> None
         _check_strides(f"Group {number}", group)
         _check_places(f"Group {number}", group, regions)
         _check_rows(f"Group {number}", group)
+
+
+def _check_regions(regions: Sequence[Region]) -> None:
+    """Memory as a data mover can be told of: inside 64 bits, all of it on one device."""
+    if not regions:
+        raise GeometryError("A cache has layers to lie somewhere and there are 0 regions; name the memory.")
+    for number, region in enumerate(regions):
+        if region.address < 0 or region.length < 0 or region.stop > ADDRESSES or not 0 <= region.device <= MAX_COUNT:
+            raise GeometryError(
+                f"Region {number} is {region.length} bytes at address {region.address} of device {region.device}; "
+                "there is no such memory."
+            )
+    homes = {(region.memory, region.device) for region in regions}
+    if len(homes) > 1:
+        raise GeometryError(f"A rank's cache lies on {sorted(homes)}; an endpoint serves one device: split it.")
 
 
 def _check_names(geometry: Geometry) -> None:

@@ -15,7 +15,7 @@ def parse(text: str) -> Address:
     plain = text.removeprefix("tcp://")
     host, colon, port = plain.rpartition(":")
     host = host.strip("[]")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise AddressError(f"{text!r} is no address; write host:port, with port 0 for any free one.")
     return host, int(port)
 

@@ -17,7 +17,7 @@ from pushkv.core.messages import TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from pushkv.core.template import uncovered
-from pushkv.errors import GeometryError, HandshakeError, ProtocolError
+from pushkv.errors import AddressError, GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.address import Address, parse_dialled
 from pushkv.runtime.consuming import Consuming, Dial
@@ -26,7 +26,7 @@ from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.life import Life
 from pushkv.runtime.pair import Pair
-from pushkv.runtime.requests import MOST, check_request, pack_blocks, whole
+from pushkv.runtime.requests import MOST, check_request, check_tables, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.trace import Trace
 
@@ -121,6 +121,8 @@ class Consumer(Endpoint[Consuming]):
         or where the ranks together lack layers or heads.
         """
         urls = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not urls:
+            raise AddressError("No address is given to connect to; give one a rank of the prefill engine.")
         life = self._life
         wait = self.config.connect_timeout if timeout is None else timeout
         deadline = time.monotonic() + wait
@@ -178,6 +180,7 @@ class Consumer(Endpoint[Consuming]):
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
         into = pack_blocks(self.cache, blocks, whole(f"{transfer}'s first_block", first_block))
+        check_tables(into, start, stop)
         life = self._life
         sibling, attempt = whole(f"{transfer}'s sibling", sibling), whole(f"{transfer}'s attempt", attempt)
         key = TransferKey(transfer, self.config.engine, life.epoch, sibling, attempt)
@@ -207,7 +210,8 @@ class Consumer(Endpoint[Consuming]):
 
     def cancel(self, transfer: Transfer, detail: str = "cancelled by the engine") -> None:
         """End a transfer (the request was aborted). Its blocks are free once it is released, not before."""
-        self._submit_to_all(lambda side: side.cancel(transfer.key, Outcome.CANCELLED, detail))
+        key = transfer.key
+        self._submit_to_all(lambda side: side.cancel(key, Outcome.CANCELLED, detail))
 
     @property
     def held_blocks(self) -> int:

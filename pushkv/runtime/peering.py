@@ -95,6 +95,10 @@ class Peering(Work):
         if theirs.agent in self.ended:
             raise HandshakeError(f"{theirs.agent} has ended; connect its successor")
         known = self.agents.get(theirs.agent)
+        if known is not None and known.theirs != theirs:
+            raise HandshakeError(
+                f"{theirs.agent} is known as another; an agent's name stands for one life, take a new"
+            )
         if known is not None and known.broken:
             known.prepared = None
             self.transport.remove_peer(theirs.agent)

@@ -24,7 +24,7 @@ def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
     ``first`` is the logical block (in the request) of the first id. Raises GeometryError for ids out of range.
     """
     groups = cache.geometry.groups
-    lists = [blocks] if len(groups) == 1 and not _nested(blocks) else list(blocks)  # type: ignore[call-overload]
+    lists = [blocks] if len(groups) == 1 and not _nested(blocks) else _listed(blocks)
     if len(lists) != len(groups):
         raise GeometryError(f"{len(lists)} block tables were given for {len(groups)} cache groups; give one a group.")
     tables = []
@@ -40,9 +40,11 @@ def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
 
 def _ids(ids: object) -> NDArray[np.integer]:
     try:
-        array = np.asarray(ids).reshape(-1)
+        array = np.atleast_1d(np.asarray(ids))
     except ValueError as error:
         raise GeometryError(f"Block ids {ids!r:.80} are no list of numbers ({error}); give one.") from error
+    if array.ndim > 1:
+        raise GeometryError(f"Block ids of shape {array.shape} are given for one cache group; give one row of them.")
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise GeometryError(f"Block ids {ids!r:.80} are no whole numbers; give a list of them.")
     return array.astype(np.int64) if array.size == 0 else array
@@ -50,14 +52,17 @@ def _ids(ids: object) -> NDArray[np.integer]:
 
 def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
     """What no peer would take is refused where the engine asks for it. Raises ProtocolError."""
+    if not isinstance(transfer, str):
+        raise ProtocolError(f"transfer id {transfer!r:.80} is no text; give 1 to 512 characters.")
     if not 0 < len(transfer) <= 512:
         raise ProtocolError(f"transfer id {transfer!r:.80} has {len(transfer)} characters; give 1 to 512.")
     if not transfer.isascii() and any("\ud800" <= letter <= "\udfff" for letter in transfer):
         raise ProtocolError(f"transfer id {transfer!r:.80} holds half a surrogate pair; UTF-8 cannot.")
-    if len(prompt) != DIGEST_BYTES:
-        raise ProtocolError(f"{transfer}'s prompt digest has {len(prompt)} bytes; make it with pushkv.prompt_digest.")
-    if deadline is not None and not 0 < deadline <= LONGEST:
-        raise ProtocolError(f"{transfer}'s deadline is {deadline} s; give seconds above 0, at most a day.")
+    if not isinstance(prompt, bytes) or len(prompt) != DIGEST_BYTES:
+        has = f"has {len(prompt)} bytes" if isinstance(prompt, bytes) else f"is {prompt!r:.40}"
+        raise ProtocolError(f"{transfer}'s prompt digest {has}; make it with pushkv.prompt_digest.")
+    if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline <= LONGEST):
+        raise ProtocolError(f"{transfer}'s deadline is {deadline!r} s; give seconds above 0, at most a day.")
 
 
 def whole(what: str, value: object, least: int = 0) -> int:
@@ -71,5 +76,20 @@ def whole(what: str, value: object, least: int = 0) -> int:
     return number
 
 
+def check_tables(blocks: Blocks, start: int, stop: int) -> None:
+    """Refuse to ask for tokens without a block to put them into: nothing would come, and count as complete."""
+    if start < stop and not any(table.ids for table in blocks.tables):
+        raise GeometryError(f"No block is given for tokens {start} to {stop}; give those that they are to go to.")
+
+
+def _listed(blocks: object) -> list[object]:
+    if not isinstance(blocks, (list, tuple, np.ndarray)):
+        raise GeometryError(f"Block tables {blocks!r:.80} are no list of block ids a cache group; give one.")
+    return list(blocks)
+
+
 def _nested(blocks: object) -> bool:
-    return isinstance(blocks, (list, tuple)) and bool(blocks) and not isinstance(blocks[0], (int, np.integer))
+    """Whether these are tables, and not the ids of one."""
+    if isinstance(blocks, np.ndarray):
+        return blocks.ndim > 1
+    return isinstance(blocks, (list, tuple)) and bool(blocks) and hasattr(blocks[0], "__len__")

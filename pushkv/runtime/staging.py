@@ -127,8 +127,10 @@ class Staging(Side):
                 call.transfer, call.blocks, call.prompt, call.prompt_tokens, call.ready, now,
                 call.siblings, call.deadline,
             )  # fmt: skip
-        except PushKVError as error:
-            self._refuse(call, Outcome.REJECTED_TOKENS, str(error), now)
+        except Exception as error:
+            if not isinstance(error, PushKVError):
+                log.exception("%s cannot be staged.", call.transfer)
+            self._refuse(call, Outcome.REJECTED_TOKENS, str(error) or type(error).__name__, now)
             return
         self._open.add(call.transfer)
         self._holding[call.transfer] = call.ending

@@ -67,8 +67,9 @@ class TestRefusals:
             ({"metadata": b"\x93rubbish"}, "no metadata of this transport"),
             ({"regions": ()}, "there are 0 regions"),
             ({"regions": (Region(4096, 64),)}, "which has 64 bytes"),
-            ({"regions": (Region(-5, 1 << 30),)}, "."),
-            ({"regions": (Region((1 << 64) - 9, 1 << 30),)}, "."),
+            ({"regions": (Region(-5, 1 << 30),)}, "bytes at address -5 of device 0; there is no such memory"),
+            ({"regions": (Region((1 << 64) - 9, 1 << 30),)}, "bytes at address 18446744073709551607 of"),
+            ({"regions": (Region(4096, 1 << 30), Region(0, 9, 1))}, "an endpoint serves one device"),
             ({"agent": "somebody-else"}, "metadata is agent"),
         ],
     )
@@ -83,6 +84,23 @@ class TestRefusals:
             consumer.connect(producer.address, timeout=1.0)
         assert not producer._side.agents
         assert scene.consumer("fine").connect(producer.address).alive
+
+    def test_a_stranger_who_uses_the_name_of_a_connected_consumer(self, scene: Scene) -> None:
+        """Its memory would be written to with what the other has offered for."""
+        producer, consumer = scene.producer(), scene.consumer()
+        link = consumer.connect(producer.address)
+        stranger = scene.consumer("stranger")
+        assert consumer._side.me is not None
+        assert stranger._side.me is not None
+        for known in ({"metadata": consumer._side.me.metadata}, {"metadata": b"rubbish"}):
+            stranger._side.me = msgspec.structs.replace(stranger._side.me, agent=consumer.agent, **known)
+            with pytest.raises(HandshakeRefused, match=f"{consumer.agent} is known as another"):
+                stranger.connect(producer.address)
+        push = Pushed(producer, consumer, "r", [1, 2, 3], [4, 5, 6], 10)
+        transfer = push.offer(link)
+        push.stage()
+        assert transfer.wait(WAIT) is Outcome.COMPLETE
+        assert push.arrived()
 
     def test_metadata_of_another_peer_does_not_cost_that_peer_its_path(self, scene: Scene) -> None:
         producer, victim, liar = scene.producer(), scene.consumer("victim"), scene.consumer("liar")
@@ -184,7 +202,9 @@ class TestNobodyThere:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:http", "host:99999", "host:-1"])
+    @pytest.mark.parametrize(
+        "text", ["", "host", "host:", ":80", "host:http", "host:99999", "host:-1", "host:²", "host:٣"]
+    )
     def test_that_are_none(self, text: str) -> None:
         with pytest.raises(AddressError, match="is no address; write host:port"):
             parse(text)
@@ -201,6 +221,10 @@ class TestAddresses:
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
         with pytest.raises(AddressError, match=r"'no\.such\.host' does not resolve"):
             scene.consumer().connect("no.such.host:80")
+
+    def test_that_are_not_given(self, scene: Scene) -> None:
+        with pytest.raises(AddressError, match="No address is given to connect to; give one a rank"):
+            scene.consumer().connect([])
 
     def test_a_port_in_use(self, scene: Scene) -> None:
         producer = scene.producer()

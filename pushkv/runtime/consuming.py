@@ -205,6 +205,7 @@ class Consuming(Side):
             pair = Pair(welcome.token, route, theirs, template, watch, self.shared.clock())
             self.add(pair)
         self.adopt(pair, welcome.token)
+        pair.moved = False
         pair.route, pair.theirs, pair.template = route, theirs, template
         self.linked[route] = pair
         self._lose_earlier_epochs(pair)

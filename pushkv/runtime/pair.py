@@ -32,7 +32,7 @@ class Pair:
     prepared: int | None = None
     lost: bool = False
     moved: bool = False
-    """The other side goes on with another agent; this one only finishes."""
+    """The other side wants to be met again: it goes on with another agent, or its way to this one is gone."""
     broken: bool = False
     """The way to the peer is gone, so that only a new handshake brings it back."""
     former: tuple[bytes, ...] = ()

@@ -165,9 +165,14 @@ class Peering(Work):
         if pair is None:
             return
         self.heard_from(pair, token, route)
-        if pair.lost and not pair.broken:
+        if pair.lost and pair.broken:
+            self.estranged(pair)
+        elif pair.lost:
             self.back(pair)
             self.run_commands()
+
+    def estranged(self, pair: Pair) -> None:  # noqa: B027  # the one who dials sees to it without being told
+        """A peer to whom our way is gone is alive, and may not know that it must be met again."""
 
     @abstractmethod
     def regain(self, pair: Pair, now: float) -> None:

@@ -117,6 +117,10 @@ class Producing(Posting):
         template = pair.template
         self.machine.connected(pair.agent, lambda start, stop, end: template.owed((start, stop), end=end), now)
 
+    def estranged(self, pair: Pair) -> None:
+        """Have the consumer introduce itself again: nothing that it offers meanwhile would be taken."""
+        self.shared.control.send(pair.route, wire.Moved(pair.token))
+
     def _prepare(self, pair: Pair) -> int | None:
         lattice = pair.template.lattice()
         if lattice is None or self.transport is None:

@@ -77,7 +77,7 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
-    """Producer to consumer: I go on with another agent, in a new epoch; introduce yourself again."""
+    """Producer to consumer: I go on with another agent, or my way to yours is gone; introduce yourself again."""
 
     token: _Token
 

@@ -263,6 +263,24 @@ class TestConnectingAgain:
         push.stage()
         assert transfer.wait(WAIT) is Outcome.COMPLETE
 
+    def test_after_a_path_broke_that_only_the_producer_misses(self, timed: MakeScene) -> None:
+        """The consumer hears its signs of life and would go on offering to somebody who takes nothing of it."""
+        scene = timed(Network())
+        producer, consumer, link = connected(scene)
+        token = producer._side.agents[consumer.agent].token
+        open_before, after = pushes_over(producer, consumer, 2)
+        transfer = open_before.offer(link)
+        knows(producer, 1)
+        producer._transfer.submit(lambda: producer._side.peer_gone(token, "its path broke"))
+        until(lambda: producer._side.agents[consumer.agent].token != token, "they meet again")
+        until(lambda: link.alive)
+        consumer.cancel(transfer)
+        assert transfer.wait_released(WAIT), "a cancel is answered again"
+        transfer = after.offer(link)
+        after.stage()
+        assert transfer.wait(WAIT) is Outcome.COMPLETE
+        assert after.arrived()
+
     def test_a_consumer_whose_connection_was_made_anew(self, timed: MakeScene) -> None:
         """ZeroMQ then knows it by another identity, and the producer must answer to that one."""
         scene = timed(Network())

@@ -171,7 +171,7 @@ class Peering(Work):
             self.back(pair)
             self.run_commands()
 
-    def estranged(self, pair: Pair) -> None:  # noqa: B027  # the one who dials sees to it without being told
+    def estranged(self, pair: Pair) -> None:  # the one who dials sees to it without being told
         """A peer to whom our way is gone is alive, and may not know that it must be met again."""
 
     @abstractmethod

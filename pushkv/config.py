@@ -18,6 +18,16 @@ LONGEST = 86400.0
 C = TypeVar("C", bound=msgspec.Struct)
 
 
+def _check_types(config: msgspec.Struct, prefix: str = "") -> None:
+    """Settings written in Python are held to the types that plain data is converted to."""
+    for field in msgspec.structs.fields(config):
+        value = getattr(config, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{prefix}{field.name} is {value!r:.80}: {str(error).lower()}.") from error
+
+
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; choose {' or '.join(map(repr, allowed))}.")
@@ -32,6 +42,9 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _one_of("nixl.backend", self.backend, ("UCX", "LIBFABRIC"))
+        _check_types(self, "nixl.")
+        if self.progress_thread_delay_us < 0:
+            raise ConfigError(f"nixl.progress_thread_delay_us is {self.progress_thread_delay_us}; give 0 or more.")
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,29 +84,35 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     due_poll: float = 0.0005
 
     def __post_init__(self) -> None:
-        if not self.engine or len(self.engine) > 200:
-            raise ConfigError(f"engine is {self.engine!r}; give a name of 1 to 200 characters.")
-        if self.rank < 0:
-            raise ConfigError(f"rank is {self.rank}; count ranks from 0.")
         _one_of("transport", self.transport, ("nixl", "memory"))
+        _check_types(self)
+        if not self.engine.isprintable() or not 0 < len(self.engine) <= 200:
+            raise ConfigError(f"engine is {self.engine!r:.80}; give a name of 1 to 200 characters.")
+        if not 0 <= self.rank < 1 << 31:
+            raise ConfigError(f"rank is {self.rank}; count ranks from 0.")
         for name in ("connect_timeout", "silence", "stall", "idle_poll", "due_poll"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0.")
+            if not 0 < getattr(self, name) <= LONGEST:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0, at most a day.")
+        if not 0 <= self.quarantine_limit <= 1:
+            raise ConfigError(f"quarantine_limit is {self.quarantine_limit}; give a share of the cache, from 0 to 1.")
         _check_limits(self.limits)
 
 
 def _check_limits(limits: Limits) -> None:
+    _check_types(limits, "limits.")
     for field in msgspec.structs.fields(limits):
         value = getattr(limits, field.name)
         if not value > 0:
             raise ConfigError(f"limits.{field.name} is {value}; give a number above 0.")
-    for name in ("deadline", "lease", "stage_deadline"):
+    for name in ("deadline", "lease", "stage_deadline", "resend", "resend_most", "ask_proof"):
         if getattr(limits, name) > LONGEST:
             raise ConfigError(f"limits.{name} is {getattr(limits, name)} s; give at most a day ({LONGEST:g} s).")
 
 
 def read_config(cls: type[C], settings: Mapping[str, Any]) -> C:
     """A config from plain data (JSON, YAML, ``--kv-transfer-config``). Raises ConfigError naming the setting."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"The settings are {settings!r:.80}; give a mapping of names to values.")
     _refuse_typos(cls, settings, "")
     try:
         return msgspec.convert(dict(settings), cls, strict=False)

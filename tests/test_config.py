@@ -62,14 +62,25 @@ def test_what_is_wrong_is_named_with_its_remedy(settings: dict[Any, Any], messag
         ({"engine": ""}, "engine is ''; give a name of 1 to 200 characters."),
         ({"engine": "x" * 201}, "give a name of 1 to 200 characters."),
         ({"rank": -1}, "rank is -1; count ranks from 0."),
-        ({"silence": 0}, "silence is 0; give seconds above 0."),
-        ({"stall": float("nan")}, "stall is nan; give seconds above 0."),
+        ({"silence": 0}, "silence is 0; give seconds above 0, at most a day."),
+        ({"stall": float("nan")}, "stall is nan; give seconds above 0, at most a day."),
         ({"connect_timeout": -1.0}, "connect_timeout is -1.0"),
         ({"transport": "nccl"}, "transport is 'nccl'; choose 'nixl' or 'memory'."),
         ({"limits": Limits(resend=0)}, "limits.resend is 0; give a number above 0."),
         ({"limits": Limits(window=0)}, "limits.window is 0"),
         ({"limits": Limits(deadline=LONGEST + 1)}, "limits.deadline is 86401.0 s; give at most a day (86400 s)."),
         ({"limits": Limits(lease=1e9)}, "limits.lease is 1000000000.0 s"),
+        ({"limits": Limits(resend_most=float("inf"))}, "limits.resend_most is inf s; give at most a day"),
+        ({"limits": Limits(window=1.5)}, "limits.window is 1.5: expected `int`, got `float`"),  # type: ignore[arg-type]
+        ({"limits": None}, "limits is None: expected"),
+        ({"rank": 1 << 31}, "rank is 2147483648"),
+        ({"rank": "0"}, "rank is '0': expected `int`, got `str`"),
+        ({"engine": 5}, "engine is 5: expected `str`, got `int`"),
+        ({"engine": "\ud800"}, "give a name of 1 to 200 characters"),
+        ({"peers": "10.0.0.1"}, "peers is '10.0.0.1': expected `array`, got `str`"),
+        ({"allow": "10.0.0.0/8"}, "allow is '10.0.0.0/8': expected `array`, got `str`"),
+        ({"quarantine_limit": float("nan")}, "quarantine_limit is nan; give a share"),
+        ({"idle_poll": float("inf")}, "idle_poll is inf"),
     ],
 )
 def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
@@ -81,6 +92,17 @@ def test_values_out_of_range(values: dict[str, Any], message: str) -> None:
 def test_an_unknown_nixl_backend() -> None:
     with pytest.raises(ConfigError, match=r"nixl\.backend is 'GDS'; choose 'UCX' or 'LIBFABRIC'"):
         NixlConfig(backend="GDS")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [None, "engine", [("engine", "p")]])
+def test_settings_that_are_no_mapping(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="give a mapping of names to values"):
+        read_config(EndpointConfig, settings)
+
+
+def test_a_negative_delay_of_the_progress_thread() -> None:
+    with pytest.raises(ConfigError, match=r"nixl\.progress_thread_delay_us is -1; give 0 or more"):
+        NixlConfig(progress_thread_delay_us=-1)
 
 
 def test_values_out_of_range_are_found_in_plain_data_too() -> None:

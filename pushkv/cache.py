@@ -55,6 +55,8 @@ class KVCache:
         ``shard`` this rank holds all heads, ``heads`` of them where no axis tells. ``factors`` are what else must be
         equal on the other side (``model="..."``). Raises GeometryError and BackendError.
         """
+        if isinstance(layers, str) or (layers and isinstance(array, Mapping)):
+            raise GeometryError(f"layers is {layers!r:.80}; give a list of names, or none with a mapping of arrays.")
         arrays = tuple(array.values()) if isinstance(array, Mapping) else (array,)
         backend, regions, placed = _place(arrays)
         share = shard or _all_heads(placed[0], axes, heads)
@@ -85,11 +87,14 @@ def _place(arrays: Sequence[object]) -> tuple[MemoryBackend, list[Region], list[
         raise GeometryError("There is no array to describe; give at least one.")
     backend = backend_for(arrays[0])
     regions: list[Region] = []
-    return backend, regions, [place_array(backend.describe(array), regions) for array in arrays]
+    placed = [place_array(backend.describe(array), regions) for array in arrays]
+    if empty := [one.shape for one in placed if 0 in one.shape]:
+        raise GeometryError(f"An array of shape {empty[0]} holds nothing; give each axis a size of 1 or more.")
+    return backend, regions, placed
 
 
 def _all_heads(array: Array, axes: str, heads: int | None) -> Shard:
-    count = heads or (array.shape[axes.index("H")] if "H" in axes else 1)
+    count = heads if heads is not None else (array.shape[axes.index("H")] if "H" in axes else 1)
     return Shard(0, count, count)
 
 

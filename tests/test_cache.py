@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -85,3 +87,37 @@ def test_a_geometry_beyond_its_regions() -> None:
     cache = KVCache.of(array(2, 8, 4, 64), "LBNC")
     with pytest.raises(GeometryError, match="which has 64 bytes"):
         KVCache(cache.geometry, (Region(cache.regions[0].address, 64),), cache.factors, cache.backend)
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings", "message"),
+    [
+        ("LBHNC", {"packing": "content"}, "packing is 'content'; give a member of Packing"),
+        ("LBHNC", {"kind": "attention"}, "kind is 'attention'; give a member of Kind"),
+        ("LSBNC", {"packing": Packing.CONTENT}, "S axis tells K and V apart, and so would packing 'content'"),
+        ("LBHNC", {"layers": "ab"}, "layers is 'ab'; give a list of names"),
+        ("LBHNC", {"layers": (1, 2)}, r"cannot travel \(Expected `str`, got `int`"),
+        ("LBHNC", {"shard": Shard(0, 8 / 4, 8)}, r"cannot travel \(Expected `int`, got `float`"),
+        ("LBHNC", {"heads": 0}, r"this rank's share is \[0, 0\)"),
+        ("LBHNC", {"model": object()}, "Factor 'model' is <object"),
+        ("LBHNC", {"model": b"m"}, "Factor 'model' is b'm'"),
+        ("LBHNC", {"cache groups": "7"}, "under a name of its own"),
+    ],
+)
+def test_settings_that_would_be_taken_for_something_else(axes: str, settings: Any, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        KVCache.of(array(2, 2, 2, 4, 8), axes, **settings)
+
+
+def test_arrays_of_one_layer_have_no_layer_axis() -> None:
+    """All but the first layer of each would be left behind."""
+    with pytest.raises(GeometryError, match="'LSBHNC' name an L axis of arrays that are one a layer"):
+        KVCache.of({"a": array(2, 2, 4, 2, 4, 8)}, "LSBHNC")
+    with pytest.raises(GeometryError, match="none with a mapping"):
+        KVCache.of({"a": array(2, 4, 2, 4, 8)}, "SBHNC", layers=("b",))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 0, 4, 8)])
+def test_arrays_that_hold_nothing(shape: tuple[int, ...]) -> None:
+    with pytest.raises(GeometryError, match="holds nothing; give each axis a size of 1 or more"):
+        KVCache.of(array(*shape), "LBNC")

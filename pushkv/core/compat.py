@@ -8,6 +8,7 @@ import json
 import msgspec
 
 from pushkv.core.geometry import CacheGroup, Geometry
+from pushkv.errors import GeometryError
 
 Value = str | int | float | bool | None
 """What a model factor may be."""
@@ -48,6 +49,10 @@ def compatibility(geometry: Geometry, **model_factors: Value) -> Factors:
     for number, group in enumerate(geometry.groups):
         factors.update(group_factors(group, number))
     for name, value in model_factors.items():
+        if name in factors or not isinstance(value, (str, int, float, type(None))):
+            raise GeometryError(
+                f"The factor {name!r} is {value!r:.40}; give text or a number under a name of its own."
+            )
         factors[name] = value if isinstance(value, str) else json.dumps(value)
     return Factors(tuple(sorted(factors.items())))
 

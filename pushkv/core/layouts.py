@@ -76,7 +76,7 @@ def shard(total_heads: int, rank: int, ranks: int) -> Shard:
 
     MLA latents are one head: ``shard(1, rank, ranks)``. Raises GeometryError where the numbers do not divide.
     """
-    if not 0 <= rank < ranks or (total_heads % ranks and ranks % total_heads):
+    if not 0 <= rank < ranks or total_heads < 1 or (total_heads % ranks and ranks % total_heads):
         raise GeometryError(
             f"{total_heads} heads cannot be shared out to rank {rank} of {ranks}; one number must divide the other."
         )
@@ -173,6 +173,8 @@ def group_of_layers(
     ``packing`` says where K and V are if neither an S axis nor a pair tells them apart. ``slot_tokens`` is
     how many tokens a slot of a STATE group stands for. Raises GeometryError where layers differ in shape.
     """
+    if "L" in axes:
+        raise GeometryError(f"Axes {axes!r} name an L axis of arrays that are one a layer; give one layer an array.")
     layers: list[Layer] = []
     first: _Axes | None = None
     for name, given in arrays.items():
@@ -216,8 +218,12 @@ def group_of_tensor(
 
 def _places(axes: _Axes, packing: Packing) -> tuple[Place, ...]:
     """Where each side of the (first) layer starts."""
+    if not isinstance(packing, Packing):
+        raise GeometryError(f"The packing is {packing!r}; give a member of Packing.")
+    if "S" in axes.named and packing is not Packing.SINGLE:
+        raise GeometryError(f"An S axis tells K and V apart, and so would packing {packing.value!r}; give one.")
     array, (sides, stride) = axes.array, axes["S"]
-    if "S" not in axes.named and packing is not Packing.SINGLE:
+    if packing is not Packing.SINGLE:
         content, tokens = axes["C"], axes["N"]
         if content[0] % 2:
             raise GeometryError(f"A content axis of {content[0]} elements does not hold K and V; it must be even.")
@@ -234,12 +240,14 @@ def _places(axes: _Axes, packing: Packing) -> tuple[Place, ...]:
 def _group(
     layers: list[Layer], axes: _Axes, shard: Shard, packing: Packing, kind: Kind, window: int, slot_tokens: int
 ) -> CacheGroup:
+    if not isinstance(kind, Kind):
+        raise GeometryError(f"The kind is {kind!r}; give a member of Kind.")
     (blocks, block), (heads, head), (tokens, token), (content, element) = (axes[letter] for letter in "BHNC")
     if heads != shard.head_stop - shard.head_start:
         raise GeometryError(
             f"The arrays have {heads} heads; this rank's share is [{shard.head_start}, {shard.head_stop})."
         )
-    if "S" not in axes.named and packing is not Packing.SINGLE:
+    if packing is not Packing.SINGLE:
         content //= 2
         token = token if packing is Packing.CONTENT else token // 2
     return CacheGroup(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from pushkv.core.geometry import CacheGroup, Geometry, Kind
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
@@ -25,6 +27,7 @@ Axis = tuple[int, int, str]
 
 def check_geometry(geometry: Geometry, regions: Sequence[Region] | None) -> None:
     """See :meth:`pushkv.core.geometry.Geometry.check`."""
+    _check_types(geometry)
     if not 1 <= len(geometry.groups) <= MAX_GROUPS:
         raise GeometryError(
             f"A geometry has {len(geometry.groups)} cache groups; between 1 and {MAX_GROUPS} make sense."
@@ -40,6 +43,14 @@ def check_geometry(geometry: Geometry, regions: Sequence[Region] | None) -> None
         _check_strides(f"Group {number}", group)
         _check_places(f"Group {number}", group, regions)
         _check_rows(f"Group {number}", group)
+
+
+def _check_types(geometry: Geometry) -> None:
+    """Refuse what a peer could not decode: a head count of 4.0, a layer named by a number."""
+    try:
+        msgspec.convert(msgspec.to_builtins(geometry), Geometry)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise GeometryError(f"A geometry holds what cannot travel ({error}); give whole numbers and text.") from error
 
 
 def _check_regions(regions: Sequence[Region]) -> None:

@@ -72,5 +72,5 @@ def test_tokens_that_would_be_rounded_into_those_of_another_prompt(tokens: Any) 
 
 @pytest.mark.parametrize("wrong", [{"salt": None}, {"lora": b"l"}, {"multimodal": [b"m"]}, {"multimodal": "hash"}])
 def test_texts_that_are_none(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="is (None|b'l'|b'm'|'hash')"):
+    with pytest.raises(ProtocolError, match=r"is (None|b'l'|b'm'|'hash')"):
         prompt_digest([1], **wrong)

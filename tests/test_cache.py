@@ -99,8 +99,8 @@ def test_a_geometry_beyond_its_regions() -> None:
         ("LBHNC", {"layers": (1, 2)}, r"cannot travel \(Expected `str`, got `int`"),
         ("LBHNC", {"shard": Shard(0, 8 / 4, 8)}, r"cannot travel \(Expected `int`, got `float`"),
         ("LBHNC", {"heads": 0}, r"this rank's share is \[0, 0\)"),
-        ("LBHNC", {"model": object()}, "Factor 'model' is <object"),
-        ("LBHNC", {"model": b"m"}, "Factor 'model' is b'm'"),
+        ("LBHNC", {"model": object()}, "The factor 'model' is <object"),
+        ("LBHNC", {"model": b"m"}, "The factor 'model' is b'm'"),
         ("LBHNC", {"cache groups": "7"}, "under a name of its own"),
     ],
 )

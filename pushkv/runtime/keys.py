@@ -91,6 +91,8 @@ def _lines_of(path: Path) -> list[str]:
         raise ConfigError(
             f"cluster key file {path} cannot be read: {error.strerror}; see `pushkv keygen`."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cluster key file {path} is no text; make one with `pushkv keygen`.") from error
     if mode & 0o077:
         raise ConfigError(f"cluster key file {path} can be read by others (mode {mode & 0o777:o}); chmod 600 it.")
     keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

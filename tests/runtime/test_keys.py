@@ -123,3 +123,11 @@ def test_the_gate_keeps_to_its_addresses() -> None:
 @pytest.mark.parametrize("request_", [[], [b"1.0"], [b"2.0", b"1", b"", b"", b"", b"NULL"], [b"1.0"] * 5])
 def test_a_malformed_request_is_no_crash(request_: list[bytes]) -> None:
     assert Gate().decide(request_)[2] == b"500"
+
+
+def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"\xff\xfe")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=f"cluster key file {path} is no text"):
+        load_keys(str(path))

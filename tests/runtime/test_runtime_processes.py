@@ -6,6 +6,7 @@ it is. A stopped process is no proof of anything, so that the survivor must be s
 
 from __future__ import annotations
 
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 
@@ -94,7 +95,8 @@ class TestAProducerDies:
         assert consumer.close(WAIT)
 
     def push(self, consumer: Consumer, link: Link, actor: Actor, name: str) -> None:
-        """A small push to the end, into block 310."""
+        """A small push to the end, into block 310, under an id of its own: the bystander serves all tests."""
+        name = f"{name} {secrets.token_hex(4)}"
         transfer = offer(consumer, link, name, 310, SMALL)
         actor.ask("stage", name, 7, SMALL)
         assert transfer.wait(WAIT) is Outcome.COMPLETE

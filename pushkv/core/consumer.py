@@ -324,9 +324,8 @@ class ConsumerMachine:
 
     def _on_failed(self, peer: str, message: Failed, now: float) -> None:
         key = self._pairings[peer].open.get(message.sequence)
-        if key is None:
-            # Over here with full coverage (or drained, when the answer no longer matters).
-            self._say(peer, Cancel(message.key, message.sequence, Outcome.COMPLETE))
+        if key is None:  # over here with full coverage (or drained, when the answer no longer matters)
+            self._say(peer, Cancel(message.key, message.sequence, self._pairings[peer].verdict(message.sequence)))
             return
         rank = self._transfers[key].ranks[peer]
         if self._transfers[key].state is Receiving.OPEN:
@@ -374,12 +373,13 @@ class ConsumerMachine:
         self._commands.append(Ended(transfer.order.key, outcome, detail))
 
     def _move(self, key: TransferKey, peer: str, event: TargetEvent) -> None:
-        rank = self._transfers[key].ranks[peer]
+        transfer = self._transfers[key]
+        rank = transfer.ranks[peer]
         rank.custody = step(TARGET, rank.custody, event)
         if rank.custody in (Target.ENDED, Target.QUARANTINED):
             self.timers.cancel(("resend", key, peer))
         if rank.custody is Target.ENDED:
-            self._pairings[peer].open.pop(rank.sequence, None)
+            self._pairings[peer].close(rank.sequence, transfer.outcome if event is TargetEvent.COVER else None)
 
     def _settle(self, key: TransferKey, now: float) -> None:
         """Complete a transfer that is covered from every rank; release one whose custody has ended."""

@@ -67,7 +67,7 @@ class Pairing:
     may lie between the floor and the next one; what does not fit waits in ``queue``.
     """
 
-    __slots__ = ("live", "next", "open", "queue", "window")
+    __slots__ = ("_unheard", "live", "next", "open", "queue", "window")
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -75,6 +75,9 @@ class Pairing:
         self.open: dict[int, TransferKey] = {}
         self.queue: deque[TransferKey] = deque()
         self.live = True
+        # What offers came to that were covered only after they had failed: the Cancel that told the producer may
+        # be lost. So few that the window bounds them in practice; only the producer's words rest on it.
+        self._unheard: dict[int, Outcome] = {}
 
     @property
     def floor(self) -> int:
@@ -92,6 +95,18 @@ class Pairing:
         self.next += 1
         self.open[sequence] = key
         return sequence
+
+    def close(self, sequence: int, unheard: Outcome | None) -> None:
+        """The custody of an offer has ended; its producer may not have heard of this outcome."""
+        self.open.pop(sequence, None)
+        if unheard is not None:
+            self._unheard[sequence] = unheard
+            if len(self._unheard) > self.window:
+                del self._unheard[next(iter(self._unheard))]
+
+    def verdict(self, sequence: int) -> Outcome:
+        """What an offer came to whose custody has ended."""
+        return self._unheard.get(sequence, Outcome.COMPLETE)
 
 
 class Held:

@@ -214,6 +214,28 @@ class TestCustody:
         machine.receive("p0", Failed(key(), 1, Outcome.CANCELLED, ""), 0.0)
         assert sent(machine.commands(), Cancel) == [Cancel(key(), 1, Outcome.COMPLETE)]
 
+    def test_failed_again_after_all_has_come_is_answered_with_what_it_came_to(self) -> None:
+        """The Cancel that told the producer was lost; the bytes that it had posted before it failed have come."""
+        machine, (first,) = offered()
+        machine.receive("p0", Failed(key(), 1, Outcome.REJECTED_CLOSING, ""), 0.0)
+        machine.receive("p0", complete(first.nonce, 0, 0, 8), 0.0)
+        assert only(machine.commands(), Released)
+        machine.receive("p0", Failed(key(), 1, Outcome.REJECTED_CLOSING, ""), 0.0)
+        assert sent(machine.commands(), Cancel) == [Cancel(key(), 1, Outcome.REJECTED_CLOSING)]
+
+    def test_what_a_producer_has_not_heard_is_remembered_within_the_window(self) -> None:
+        machine = consumer(Limits(window=2))
+        for number in range(4):
+            machine.offer(order(transfer=f"t{number}"), 0.0)
+            (first,) = sent(machine.commands(), Offer)
+            machine.receive("p0", Failed(first.key, first.sequence, Outcome.CANCELLED, ""), 0.0)
+            machine.receive("p0", complete(first.nonce, 0, 0, 8), 0.0)
+        assert [machine._pairings["p0"].verdict(sequence) for sequence in (2, 3, 4)] == [
+            Outcome.COMPLETE,
+            Outcome.CANCELLED,
+            Outcome.CANCELLED,
+        ]
+
     def test_a_stuck_write_is_quarantined_until_proof(self) -> None:
         machine, _ = offered()
         machine.receive("p0", Failed(key(), 1, Outcome.TRANSPORT_ERROR, "broke", stuck=True), 0.0)

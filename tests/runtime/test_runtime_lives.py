@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from pushkv import Consumer, Link, Outcome, Producer
+from pushkv import Consumer, Link, Outcome, Producer, Transfer
 from pushkv.cli import main
 from pushkv.errors import EndpointClosed, HandshakeError
 from pushkv.transport.host import this_host
@@ -36,6 +36,23 @@ def move_away(endpoint: Producer | Consumer) -> None:
         )  # fmt: skip
 
 
+def fall_silent(scene: Scene, producer: Producer, consumer: Consumer, link: Link) -> None:
+    """The producer dies without a word, and its consumer takes it for lost."""
+    scene.kill(producer)
+    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+
+
+def lost(scene: Scene, producer: Producer, consumer: Consumer, link: Link, blocks: Sequence[int]) -> list[Transfer]:
+    """One transfer a block, offered to a producer that falls silent: they end, and their blocks lack proof."""
+    transfers = [Pushed(producer, consumer, f"r{n}", [n], [n], 4).offer(link) for n in blocks]
+    knows(producer, len(transfers))
+    fall_silent(scene, producer, consumer, link)
+    assert {one.wait(WAIT) for one in transfers} == {Outcome.PEER_LOST}
+    assert not any(one.released for one in transfers)
+    until(lambda: consumer.held_blocks == consumer.quarantined == len(transfers))
+    return transfers
+
+
 def test_a_fence_gives_back_what_a_lost_peer_on_another_host_held(timed: MakeScene) -> None:
     """Nothing is ever proven on this network; closing the agent is what proves."""
     scene = timed(Network(proofs=False))
@@ -43,14 +60,7 @@ def test_a_fence_gives_back_what_a_lost_peer_on_another_host_held(timed: MakeSce
     other = scene.producer("q")
     more = consumer.connect(other.address)
     move_away(consumer)
-    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
-    transfer = push.offer(link)
-    knows(producer, 1)
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
-    assert transfer.wait(WAIT) is Outcome.PEER_LOST
-    assert not transfer.released
-    assert consumer.held_blocks == 2
+    (transfer,) = lost(scene, producer, consumer, link, [3])
     before = consumer.agent
     assert consumer.fence(WAIT)
     assert transfer.wait_released(WAIT)
@@ -69,15 +79,10 @@ def test_a_fence_proves_nothing_about_a_living_process_of_this_host(timed: MakeS
     """It may write into our memory by itself, whatever becomes of our agent."""
     scene = timed(Network(proofs=False))
     producer, consumer, link = connected(scene)
-    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
-    transfer = push.offer(link)
-    knows(producer, 1)
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
-    assert transfer.wait(WAIT) is Outcome.PEER_LOST
+    (transfer,) = lost(scene, producer, consumer, link, [3])
     assert not consumer.fence(0.5)
     assert not transfer.released
-    assert consumer.held_blocks == 2
+    assert consumer.held_blocks == 1
 
 
 def test_a_fence_ends_what_is_open_and_new_work_goes_on(timed: MakeScene) -> None:
@@ -106,8 +111,7 @@ def test_a_link_outlasts_a_restarted_producer(timed: MakeScene) -> None:
     scene = timed(Network())
     producer, consumer, link = connected(scene)
     address = producer.address
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+    fall_silent(scene, producer, consumer, link)
     until(lambda: not link.alive)
     successor = scene.producer("p", bind=address)
     until(lambda: link.alive, "the consumer has introduced itself again")
@@ -138,8 +142,7 @@ def test_dialling_a_rank_that_stays_away_leaves_nothing_behind(scene: Scene, mon
     sent: list[str] = []
     dial = consumer._dial
     monkeypatch.setattr(consumer, "_dial", lambda life, address: (sent.append("dial"), dial(life, address))[1])
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
+    fall_silent(scene, producer, consumer, link)
     until(lambda: len(sent) > 10)
     assert len(consumer._side.dials) <= 2
     consumer.disconnect(link)
@@ -152,12 +155,7 @@ def test_an_operator_fences_from_the_command_line(timed: MakeScene, capsys: pyte
     scene = timed(Network(proofs=False))
     producer, consumer, link = connected(scene)
     move_away(consumer)
-    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
-    transfer = push.offer(link)
-    knows(producer, 1)
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
-    assert transfer.wait(WAIT) is Outcome.PEER_LOST
+    (transfer,) = lost(scene, producer, consumer, link, [3])
     assert main(["fence", consumer.address]) == 0
     assert consumer.agent in capsys.readouterr().out
     assert transfer.wait_released(WAIT)
@@ -166,12 +164,7 @@ def test_an_operator_fences_from_the_command_line(timed: MakeScene, capsys: pyte
 def test_a_fence_that_leaves_something_says_so(timed: MakeScene, capsys: pytest.CaptureFixture[str]) -> None:
     scene = timed(Network(proofs=False))
     producer, consumer, link = connected(scene)
-    push = Pushed(producer, consumer, "r", [1, 2], [3, 4], 8)
-    transfer = push.offer(link)
-    knows(producer, 1)
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
-    assert transfer.wait(WAIT) is Outcome.PEER_LOST
+    lost(scene, producer, consumer, link, [3])
     assert main(["fence", consumer.address, "--timeout", "0.5"]) == 1
     assert "1 transfers are quarantined" in capsys.readouterr().err
     assert main(["fence", "127.0.0.1:1", "--timeout", "0"]) == 1
@@ -184,12 +177,7 @@ def test_too_much_quarantine_stops_offers(timed: MakeScene) -> None:
     consumer = scene.consumer()  # 64 blocks
     link, second = consumer.connect(producer.address), consumer.connect(other.address)
     move_away(consumer)
-    lost = [Pushed(producer, consumer, f"r{n}", [n], [n], 4).offer(link) for n in range(7)]
-    knows(producer, 7)
-    scene.kill(producer)
-    consumer._life.submit(lambda side: side.peer_silent(link.pairs[0].token, "not a word"))
-    assert {one.wait(WAIT) for one in lost} == {Outcome.PEER_LOST}
-    until(lambda: consumer.quarantined == 7)
+    lost(scene, producer, consumer, link, range(7))
     refused = Pushed(other, consumer, "more", [9], [9], 4).offer(second)
     assert refused.wait(0) is Outcome.REJECTED_BUSY
     assert f"7 of 64 blocks are quarantined: run `pushkv fence {consumer.address}`" in refused.detail

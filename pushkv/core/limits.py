@@ -30,8 +30,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def renew(self) -> float:
-        """How often open offers are renewed: three times a lease, so that two losses do not end it."""
-        return self.lease / 3
+        """Seconds between renewals of open offers: a quarter of a lease, so that two lost in a row do not end it."""
+        return self.lease / 4
 
     def resend_wait(self, tries: int) -> float:
         """How long to wait for an answer after the ``tries``-th sending."""

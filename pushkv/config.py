@@ -62,7 +62,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     this machine makes an address that only this machine can reach an error. ``silence`` is after how many seconds
     without a word a peer counts as lost, ``stall`` after how many seconds inside one call of the data mover the
     transfer thread counts as stuck. ``idle_poll`` and ``due_poll`` bound, in seconds, how long the transfer
-    thread sleeps between looks at its notifications, with nothing open and with something open.
+    thread sleeps between looks at its notifications, with nothing open and with something open, where no knock over
+    the control connection wakes it.
     """
 
     engine: str
@@ -80,7 +81,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     connect_timeout: float = 20.0
     silence: float = 5.0
     stall: float = 5.0
-    idle_poll: float = 0.0035
+    idle_poll: float = 0.025
     due_poll: float = 0.0005
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.side import Shared, Side
 from pushkv.runtime.turn import Turn
-from pushkv.runtime.watch import Watch
+from pushkv.runtime.watch import OfPairs, Watch
 from pushkv.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class Endpoint(Generic[S]):
     # What comes in over the control port
 
     def _heard(self, route: Route, message: wire.Control) -> None:
-        if isinstance(message, (wire.Relay, wire.Alive, wire.Bye, wire.Moved)):
+        if isinstance(message, OfPairs):
             self._watch.heard(route, message)
         else:
             self._control_message(route, message)

@@ -1,7 +1,8 @@
 """The transfer thread: the one thread that owns a data mover and runs a protocol machine.
 
 It sleeps until somebody puts something into its inbox or the next look at the notifications is due: after anything
-has happened it looks often, and ever more seldom the longer it is quiet.
+has happened it looks often, and ever more seldom the longer it is quiet. A peer that sends to it then knocks over the
+control connection, which puts something into the inbox.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 
 QUICK = 50e-6
 """Seconds between looks right after something happened."""
+CALM = 8
+"""A pause is this part of how long it has been quiet."""
+AWAKE = 0.03
+"""For as many seconds after something happened a thread pauses for less than AWAKE / CALM."""
 BATCH = 256
 """How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""
 
@@ -140,6 +145,6 @@ class TransferThread:
         """How long to sleep, having heard nothing for ``quiet`` seconds."""
         urgency = self._work.urgency()
         most = (self._idle_poll, self._due_poll, QUICK, 0.0)[urgency]
-        pause = min(max(quiet / 8, QUICK), most)
+        pause = min(max(quiet / CALM, QUICK), most)
         due = self._work.next_due()
         return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

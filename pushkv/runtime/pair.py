@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ class Pair:
     template: PairTemplate
     watch: ProcessWatch | None
     heard: float
+    spoken: float = -math.inf
+    """When the other side was last sent a notification."""
     prepared: int | None = None
     lost: bool = False
     moved: bool = False

@@ -219,6 +219,8 @@ class Posting(Staging):
             budget.learn(time.perf_counter() - began)
         if not start:
             self._count(write)
+        if write.posted:
+            self.knock(write.pair)
         write.flying.add(number)
         write.last = number if write.posted else None
         self._slices[number] = write

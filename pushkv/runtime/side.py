@@ -13,6 +13,7 @@ from pushkv.core.messages import Hello, Message, decode, encode, token_of
 from pushkv.errors import PeerLost, ProtocolError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
+from pushkv.runtime.loop import AWAKE
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.peering import CLOSED, Machine, Peering, Shared
 from pushkv.runtime.turn import WatchedTransport
@@ -217,6 +218,7 @@ class Side(Peering):
             return
         try:
             self.transport.send(pair.agent, frame)
+            self.knock(pair)
         except PeerLost as error:
             pair.broken = True
             self.relay(pair, frame)
@@ -224,6 +226,17 @@ class Side(Peering):
         except TransportError as error:
             log.warning("A notification to %s goes over the control connection: %s", pair.agent, error)
             self.relay(pair, frame)
+
+    def knock(self, pair: Pair) -> None:
+        """A notification is on its way: wake the other side for it, unless the last one has kept it awake.
+
+        Nobody tells a transfer thread of a notification, and looking for one costs as much as finding one: so it
+        looks seldom where it has been quiet for long, and is told over the control connection when to look.
+        """
+        now = self.shared.clock()
+        if now - pair.spoken > AWAKE:
+            self.shared.control.send(pair.route, wire.Knock(pair.token))
+        pair.spoken = now
 
     def unsendable(self, command: Send, detail: str, now: float) -> None:
         """A message is too large for a frame."""

@@ -15,7 +15,7 @@ from pushkv.runtime.peering import CLOSED
 from pushkv.runtime.side import Side
 
 S = TypeVar("S", bound=Side)
-OfPairs = wire.Relay | wire.Alive | wire.Bye | wire.Moved
+OfPairs = wire.Relay | wire.Alive | wire.Knock | wire.Bye | wire.Moved
 """Control messages between two sides that know each other."""
 SIGN_OF_LIFE = 1.0
 """Seconds between signs of life over a control connection."""
@@ -61,12 +61,16 @@ class Watch(Generic[S]):
                 return
         self._stats["foreign frames"] += 1
 
-    def _of_pair(self, life: Life[S], pair: Pair, route: Route, message: wire.Alive | wire.Bye | wire.Moved) -> None:
+    def _of_pair(
+        self, life: Life[S], pair: Pair, route: Route, message: wire.Alive | wire.Knock | wire.Bye | wire.Moved
+    ) -> None:
         token = message.token
         if isinstance(message, wire.Alive):
             pair.heard = time.monotonic()
             if pair.lost or token == pair.coming or route != pair.route:
                 life.submit(lambda side: side.alive(token, route))
+        elif isinstance(message, wire.Knock):
+            life.submit(lambda side: None)
         elif isinstance(message, wire.Bye):
             life.submit(lambda side: side.peer_gone(token, CLOSED))
         else:

@@ -70,6 +70,12 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     token: _Token
 
 
+class Knock(msgspec.Struct, frozen=True, tag="knock"):
+    """There is a notification for you: look, should you have gone to sleep."""
+
+    token: _Token
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """This side closes in good order: nothing of it is in flight or will be started."""
 
@@ -95,7 +101,7 @@ class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
     detail: Text
 
 
-Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Bye | Moved | Fence | Fenced
+Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Knock | Bye | Moved | Fence | Fenced
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from pushkv import Consumer, Outcome, Producer
+from pushkv import Consumer, Limits, Outcome, Producer
+from pushkv.runtime import wire
+from pushkv.runtime.control import Route
 from pushkv.runtime.loop import BATCH
 from pushkv.runtime.pair import Pair
 from pushkv.transport.base import Transport
 from pushkv.transport.memory import MemoryTransport
-from runtime.scene import WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
+from runtime.scene import TOKENS, WAIT, Gate, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
 
 def watched(scene: Scene, callers: dict[str, set[str]]) -> type[MemoryTransport]:
@@ -223,3 +225,39 @@ def test_events_that_nobody_takes_are_bounded(scene: Scene, monkeypatch: pytest.
         assert stage.wait_released(WAIT)
     assert len(producer.events()) == 10
     assert producer.stats()["events dropped"] == 10
+
+
+def test_who_looks_seldom_is_knocked_awake(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks again by himself before the test gives up, nor is anything sent again."""
+    monkeypatch.setattr("pushkv.runtime.loop.CALM", 1e-9)
+    monkeypatch.setattr("pushkv.runtime.side.AWAKE", 0.0)
+    seldom = {"idle_poll": 600.0, "due_poll": 600.0, "limits": Limits(resend=600.0, resend_most=600.0)}
+    producer, consumer = scene.producer(**seldom), scene.consumer(**seldom)
+    link = consumer.connect(producer.address)
+    push = Pushed(producer, consumer, "r", [5, 6], [40, 41], 2 * TOKENS)
+    transfer = push.offer(link)
+    until(lambda: producer._side.in_custody, "the offer")
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert transfer.wait_released(WAIT)
+
+
+def test_who_is_spoken_to_all_the_time_is_not_knocked_awake(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pushkv.runtime.side.AWAKE", 600.0)
+    producer, consumer = scene.producer(), scene.consumer()
+    link = consumer.connect(producer.address)
+    knocks: list[wire.Knock] = []
+    send = consumer._control.send
+
+    def noting(route: Route, message: wire.Control) -> None:
+        if isinstance(message, wire.Knock):
+            knocks.append(message)
+        send(route, message)
+
+    monkeypatch.setattr(consumer._control, "send", noting)
+    for number in range(3):
+        push = Pushed(producer, consumer, f"r{number}", [5, 6], [40, 41], 2 * TOKENS)
+        transfer = push.offer(link)
+        push.stage()
+        assert transfer.wait_released(WAIT)
+    assert len(knocks) <= 1

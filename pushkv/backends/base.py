@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
 
+from pushkv.backends.rows import Runs
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
 
@@ -100,6 +101,20 @@ class PassedFence:
         """Return at once."""
 
 
+class Packer(Protocol):
+    """Copies between a cache's regions and slots: one-dimensional arrays of bytes of the same device.
+
+    One thread at a time uses it. Both methods raise BackendError for runs outside their region or too many for the
+    slot, before anything is copied. The memory must stay as it is until the fence has passed.
+    """
+
+    def gather(self, runs: Runs, slot: Any) -> Fence:
+        """Pack the runs into the slot, one after the other from its first byte on."""
+
+    def scatter(self, slot: Any, runs: Runs) -> Fence:
+        """Unpack the slot to the runs."""
+
+
 class Verdict(Enum):
     """What a check found. FAIL: the backend cannot be used; WARN: it can, at a price."""
 
@@ -156,6 +171,14 @@ class MemoryBackend(ABC):
 
         Called on that thread before the agent is made. Raises BackendError.
         """
+
+    def allocate(self, size: int, device: int = 0) -> Any:
+        """A one-dimensional array of ``size`` bytes for slots, that :meth:`describe` takes. Raises BackendError."""
+        raise BackendError(f"the {self.name} backend has no landing slots; set landing='direct'")
+
+    def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
+        """What gathers from and scatters to these regions, which ``arrays`` lie in. Raises BackendError."""
+        raise BackendError(f"the {self.name} backend cannot gather and scatter; set landing='direct'")
 
     def close(self) -> None:  # noqa: B027  # most backends hold nothing
         """Release what the backend holds. Idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,14 @@ from pushkv.backends.base import (
     Check,
     Fence,
     MemoryBackend,
+    Packer,
     PassedFence,
     Verdict,
     device_type_of,
     element_span,
     is_tensor,
 )
+from pushkv.backends.cpu_packing import CpuPacker
 from pushkv.backends.tensors import describe_tensor, refuse_overlap, storage_region
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
@@ -56,6 +58,16 @@ class CpuBackend(MemoryBackend):
     def fence(self, array: object | None = None) -> Fence:
         """A fence that is already passed."""
         return PassedFence()
+
+    def allocate(self, size: int, device: int = 0) -> NDArray[np.uint8]:
+        """Zeroed bytes, touched so that they are there when the first part comes."""
+        slots = np.empty(size, np.uint8)
+        slots.fill(0)
+        return slots
+
+    def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
+        """Copies in host memory by numpy, done when the call returns."""
+        return CpuPacker(regions, arrays)
 
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Host memory has no preconditions."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pushkv.backends.base import ArrayDescription, Check, Fence, MemoryBackend, Verdict, device_type_of
+from pushkv.backends.base import ArrayDescription, Check, Fence, MemoryBackend, Packer, Verdict, device_type_of
 from pushkv.backends.tensors import describe_tensor
+from pushkv.backends.torch_packing import TorchPacker
+from pushkv.core.memory import Region
 from pushkv.errors import BackendError
 from pushkv.hookspecs import BackendRecord, hookimpl
 
@@ -57,6 +59,24 @@ class CudaBackend(MemoryBackend):
         device = None if array is None else getattr(array, "device", None)
         return CudaFence(torch.cuda.current_stream(device))
 
+    def allocate(self, size: int, device: int = 0) -> Any:
+        """Zeroed bytes of this device."""
+        torch = _torch()
+        try:
+            return torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
+        except RuntimeError as error:
+            raise BackendError(
+                f"{size} bytes for landing slots cannot be had on CUDA device {device}: {_line(error)}; "
+                "set smaller landing_bytes, or make room before the engine sizes its cache"
+            ) from error
+
+    def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
+        """Copies on a stream of their own, beside the engine's."""
+        torch = _torch()
+        device = regions[0].device if regions else 0
+        stream = torch.cuda.Stream(device=device)
+        return TorchPacker(regions, arrays, lambda: CudaFence(stream), lambda: _on_stream(stream))
+
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Look for torch, a driver and the allocator's settings; with ``probe`` torch's word on devices counts."""
         installed = _torch_installed()
@@ -98,6 +118,13 @@ class CudaFence:
         """Sleep until the stream has passed the event."""
         with _device_errors():
             self._event.synchronize()
+
+
+@contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    """Queue work on a stream; what the device says of it, or of work before, is a BackendError."""
+    with _device_errors(), _torch().cuda.stream(stream):
+        yield
 
 
 @contextmanager

@@ -78,6 +78,16 @@ class Registry:
             raise BackendError(f"device type {kind!r} is claimed by {named}; name one of them in {DISABLE}")
         return self.get(owners[0].name)
 
+    def use(self, backend: MemoryBackend) -> None:
+        """Serve this instance under its name from now on: one that was made with settings, or for a test.
+
+        Its checks are run when it is first asked for. Raises BackendError when no backend of that name is listed.
+        """
+        entry = self._entry(backend.name)
+        with self._lock:
+            self._loaded[entry.name] = backend
+            self._checked.discard(entry.name)
+
     def load(self, entry: Entry) -> MemoryBackend:
         """The entry's backend, whatever its checks say. Raises BackendError when it is disabled or broken."""
         record = _record(entry)

@@ -9,6 +9,7 @@ import pytest
 
 from fake_site import BACKEND, FAILS, PASSES, PLUGIN, FakeSite
 from pushkv.backends.base import ArrayDescription, Check, Fence, MemoryBackend, PassedFence, Verdict
+from pushkv.backends.cpu import CpuBackend
 from pushkv.discovery import DISABLE, Entry, Fault, discover, own_distribution
 from pushkv.errors import BackendError, ConfigError, PushKVError, UnclaimedDevice
 from pushkv.hookspecs import BackendRecord
@@ -362,3 +363,20 @@ def test_the_fakes_are_sound(site: FakeSite) -> None:
     rows = site.listing()
     assert rows["yes"]["status"] == "ready"
     assert (rows["no"]["status"], rows["no"]["reason"]) == ("unavailable", "no card is there; plug one in")
+
+
+def test_an_instance_with_settings_is_served_once_it_is_past_its_checks() -> None:
+    known = Registry(discover({}))
+    mine = CpuBackend()
+    known.use(mine)
+    assert known.get("cpu") is mine
+    assert known.for_array(np.zeros(2)) is mine
+    monkey = CpuBackend()
+    monkey.check = lambda *, probe=True: (Check("luck", Verdict.FAIL, "no luck", "wait"),)  # type: ignore[method-assign]
+    known.use(monkey)
+    with pytest.raises(BackendError, match="'cpu' cannot be used: no luck; wait"):
+        known.get("cpu")
+    stranger = CpuBackend()
+    stranger.name = "stranger"  # type: ignore[misc]
+    with pytest.raises(BackendError, match="no memory backend is named 'stranger'"):
+        known.use(stranger)

@@ -136,6 +136,18 @@ class Check:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
 
 
+@dataclass(frozen=True)
+class DataPath:
+    """Between what a data mover is to move bytes: ``mover`` is NIXL's backend (``"UCX"``, ``"LIBFABRIC"``).
+
+    ``regions`` are what is to be registered, where that is known; ``same_machine`` says that a peer runs here too.
+    """
+
+    mover: str
+    regions: tuple[Region, ...] = ()
+    same_machine: bool = False
+
+
 class MemoryBackend(ABC):
     """Describes the memory of one or more types of device. One instance serves a process, from any thread."""
 
@@ -165,6 +177,13 @@ class MemoryBackend(ABC):
 
         Without ``probe`` only at what can be seen without importing a device library.
         """
+
+    def check_path(self, path: DataPath, *, probe: bool = True) -> tuple[Check, ...]:
+        """Look at what this memory needs of the machine for that data path; never raises for what it finds.
+
+        A failure means that a push over it would not work, or not safely. Without ``probe`` as in :meth:`check`.
+        """
+        return ()
 
     def prepare_thread(self, device: int = 0) -> None:  # noqa: B027  # most devices need nothing
         """Make the calling thread fit to own a data mover's agent for this device ordinal.

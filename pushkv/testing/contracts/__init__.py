@@ -1,0 +1,1 @@
+"""The built-in backends against the contract; ``python -m pushkv.testing.backend_contract`` runs these."""

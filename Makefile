@@ -11,13 +11,15 @@ TORCH ?= torch==2.13.0
 # How many tests run at once.
 JOBS ?= 2
 
-.PHONY: demo test test-libfabric check lint types unit walk bench clean help
+.PHONY: demo test test-libfabric test-xpu contract check lint types unit walk bench clean help
 
 help:
 	@echo "make demo    install what the demo needs into $(VENV) and run it"
 	@echo "make test    install what the tests need and run every check: ruff, mypy, pytest"
 	@echo "make check   the checks without installing anything"
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
+	@echo "make test-xpu         the example plug-in, installed beside the environment"
+	@echo "make contract         which memory backend keeps which part of the contract here"
 	@echo "make walk    walk every joint state of the protocol and print what was seen"
 	@echo "make bench   measure handover, idling and planning here"
 	@echo "make clean   remove $(VENV) and caches"
@@ -32,6 +34,21 @@ test: $(VENV)/.test
 test-libfabric: $(VENV)/.test
 	$(BIN)/python tests/faults/libfabric.py $(VENV)/libfabric
 	PUSHKV_LIBFABRIC=$(abspath $(VENV)/libfabric) $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_libfabric.py
+
+# A plug-in is installed into a folder of its own: in the environment itself every other test would find it too.
+XPU := $(VENV)/plugins/xpu
+
+test-xpu: $(XPU)/.installed
+	PYTHONPATH=$(abspath $(XPU)) $(BIN)/python -m pytest plugins/pushkv-xpu/tests
+	MYPYPATH=plugins/pushkv-xpu/src $(BIN)/mypy -p pushkv_xpu
+
+contract: $(XPU)/.installed
+	PYTHONPATH=$(abspath $(XPU)) $(BIN)/python -m pushkv.testing.backend_contract
+
+$(XPU)/.installed: $(VENV)/.test $(wildcard plugins/pushkv-xpu/src/pushkv_xpu/*.py) plugins/pushkv-xpu/pyproject.toml
+	rm -rf $(XPU)
+	$(PIP) install --quiet --no-deps --target $(XPU) plugins/pushkv-xpu
+	touch $@
 
 check: lint types unit
 

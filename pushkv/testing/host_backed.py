@@ -19,7 +19,7 @@ from pushkv.errors import TransportError
 from pushkv.transport.base import Addresses, Host, Lattice, Pieces, Proof, Transport, WriteResult
 
 Resolve = Callable[[Region], int]
-"""Gives the host address of a device region, or raises TransportError as a data mover does that cannot register it."""
+"""The host address of a device region. Raises TransportError as a data mover does that cannot register it."""
 
 
 class Backing(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from pushkv.backends.base import ArrayDescription, Check, DataPath, Fence, MemoryBackend, PassedFence, Verdict
 from pushkv.backends.cpu import CpuBackend
+from pushkv.backends.cpu_packing import CpuPacker
+from pushkv.backends.rows import Runs
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
 from pushkv.testing.contracts.cpu import TestCpuNumpy as CpuNumpy
@@ -234,3 +236,42 @@ def _fails(check: Callable[[LateHost], object], subject: LateHost) -> bool:
     except (AssertionError, pytest.fail.Exception):
         return True
     return False
+
+
+class Overlooks(CpuPacker):
+    """Copies one byte less than it should."""
+
+    def gather(self, runs: Runs, slot: object) -> Fence:
+        return super().gather(Runs(runs.region, runs.offset, np.maximum(runs.length - 1, 0)), slot)
+
+
+class SpillsOver(CpuPacker):
+    """Copies one byte more than it should."""
+
+    def scatter(self, slot: object, runs: Runs) -> Fence:
+        return super().scatter(slot, Runs(runs.region, runs.offset, runs.length + 1))
+
+
+class Trusts(CpuPacker):
+    """Takes runs that do not fit."""
+
+    def gather(self, runs: Runs, slot: object) -> Fence:
+        return PassedFence()
+
+
+PACKERS = {
+    Overlooks: lambda one: one.test_gather_packs_the_runs_one_after_the_other(one.make_backend(), "odd"),
+    SpillsOver: lambda one: one.test_scatter_unpacks_them_and_touches_nothing_else(one.make_backend(), "one"),
+    Trusts: lambda one: one.test_runs_that_do_not_fit_are_refused_and_nothing_is_copied(
+        one.make_backend(), ((0, -1, 4),)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packer", PACKERS, ids=lambda packer: packer.__name__)
+def test_a_faulty_packer_is_caught(packer: type[CpuPacker]) -> None:
+    class Packs(LateBackend):
+        def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> CpuPacker:
+            return packer(regions, arrays)
+
+    assert_caught(Packs, PACKERS[packer])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("pushkv.testing.backend_contract.contract", "pushkv.testing.backend_contract.fences")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("contract", "fences", "packing")))
 
 from pushkv.testing.backend_contract.contract import BackendContract  # noqa: E402  # after the line above
 from pushkv.testing.backend_contract.subject import BackendSubject, HostMemory  # noqa: E402

@@ -18,6 +18,7 @@ from pushkv.backends.base import ArrayDescription, DataPath, MemoryBackend, Verd
 from pushkv.errors import BackendError
 from pushkv.plugins import registry
 from pushkv.testing.backend_contract.fences import FenceContract
+from pushkv.testing.backend_contract.packing import PackingContract
 
 BASE = (4, 5, 6)
 
@@ -32,7 +33,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class BackendContract(FenceContract):
+class BackendContract(FenceContract, PackingContract):
     """What every memory backend does, whatever the device. See :class:`BackendSubject` for what to implement."""
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""PushKV's plug-in for Intel GPUs, as torch names them: ``xpu``. It imports nothing heavy: it is read at every listing."""
+"""The plug-in for Intel GPUs, as torch names them: ``xpu``. It imports nothing heavy: every listing reads it."""
 
 from __future__ import annotations
 

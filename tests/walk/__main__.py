@@ -1,4 +1,4 @@
-"""Walk the protocol machines and print what was seen: ``python tests/walk [--mutants] [--full]``."""
+"""Walk the protocol machines and print what was seen: ``python tests/walk [--mutants | --full | --everything]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from walk.mutants import MUTANTS
-from walk.walks import LARGER_WALKS, WALKS
+from walk.walks import EVERYTHING, LARGER_WALKS, WALKS
 
 RULES = (
     "custody ends on proof: no byte lands in a block that is not, or no longer, its transfer's",
@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
     if "--mutants" in arguments:
         return _mutants()
     bad = 0
-    for each in (*WALKS, *(LARGER_WALKS if "--full" in arguments else ())):
+    chosen = (EVERYTHING,) if "--everything" in arguments else LARGER_WALKS if "--full" in arguments else WALKS
+    for each in chosen:
         started = time.process_time()
         seen = each.run()
         took = time.process_time() - started

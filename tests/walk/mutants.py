@@ -322,7 +322,7 @@ class NoProofSought(ProducerMachine):
 
 MUTANTS = (
     Mutant("A", "rule 6: a Cancel that overtakes its Offer kills it", CUSTODY, QUIET, NoTombstone),
-    Mutant("B", "rule 6, 9: what must not start is never evicted", CUSTODY, RETRY, EvictedTombstone),
+    Mutant("B", "rules 6 and 9: what must not start is never evicted", CUSTODY, RETRY, EvictedTombstone),
     Mutant("C", "rule 1: Failed is no proof", CUSTODY, QUIET, consumer=FailedIsProof),
     Mutant("D", "rule 1: loss is no proof", CUSTODY, LOSSES, consumer=LossIsProof),
     Mutant("E", "rule 1: a lease never frees", CUSTODY, LOSSES, consumer=LossAndLeaseIsProof),
@@ -346,7 +346,7 @@ MUTANTS = (
     Mutant("cancel once", "rule 6: Cancel is resent", HANGS, QUIET, consumer=CancelOnce),
     Mutant("asks nobody", "rule 3: the sides agree where they can", AGREE, ERRORS, AsksNobody),
     Mutant("late cancel", "rule 3: an earlier attempt's end is its own", HANGS, RETRY_PARTS, LateCancelEndsStage),
-    Mutant("no proof sought", "rule 1, 2: somebody asks for proof", HANGS, ERRORS, NoProofSought),
+    Mutant("no proof sought", "rules 1 and 2: somebody asks for proof", HANGS, ERRORS, NoProofSought),
 )
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -12,7 +12,7 @@ from pushkv.core.messages import Complete, Offer, TransferKey
 from pushkv.core.producer import ProducerMachine
 from walk import facts
 from walk.errors import Violation
-from walk.machines import Machines, Step
+from walk.machines import Machines
 from walk.timing import check_consumer, check_producer, consumer_due, producer_due
 from walk.world import Bits, Bounds, Effects, Env, World, nonce_of, owed, plain_message
 
@@ -70,31 +70,48 @@ class Side(Generic[M]):
         self._due = due
         self._idle = idle
         self._exact = exact
+        self._moves: dict[tuple[int, str, tuple[Any, ...]], Move] = {}
+        self._arrivals: dict[tuple[int, int, str], tuple[Move, Any]] = {}
 
-    def move(self, sender: str, alive: str, name: tuple[Any, ...], step: Step, alone: bool = False) -> Move:
-        """A step as a move; what is sent to a peer that is gone is lost."""
-        sent = 0
-        for command in step.commands:
-            if isinstance(command, Send) and command.peer == alive:
-                sent |= self._net.of(Parcel(sender, alive, plain_message(command.message)))
-        return Move(name, step.after, sent, _others(step), alone)
+    def move(
+        self, state: int, me: str, alive: str, name: tuple[Any, ...], call: tuple[Any, ...], alone: bool = False
+    ) -> Move:
+        """A call of a method as a move; what is sent to a peer that is gone is lost."""
+        known = self._moves.get((state, alive, call))
+        if known is None:
+            step = self.machines.step(state, *call)
+            sent = 0
+            for command in step.commands:
+                if isinstance(command, Send) and command.peer == alive:
+                    sent |= self._net.of(Parcel(me, alive, plain_message(command.message)))
+            commands = tuple(command for command in step.commands if not isinstance(command, Send))
+            known = self._moves[state, alive, call] = Move(name, step.after, sent, commands, alone)
+        return known
 
     def view(self, state: int, inbox: int, me: str, alive: str) -> View:
         """The machine's own moves in a state with these messages on their way to it."""
         idle, twins, moves = 0, set(), []
         for bit, parcel in self._net.each(inbox):
-            step = self.machines.step(state, "receive", parcel.sender, parcel.message, 0.0)
-            moves.append(self.move(me, alive, ("gets", parcel.sender, parcel.message), step))
-            why = self._why_idle(state, parcel)
+            move, why = self._arrival(state, bit, parcel, me, alive)
+            moves.append(move)
             if why is True or why in twins:
                 idle |= bit
-                self._must_idle(state, step, parcel)
+                self._must_idle(state, move, parcel)
             elif why:
                 twins.add(why)
         for timer in self.machines.fact(state, self._due):
-            step = self.machines.step(state, "fire", timer, 0.0)
-            moves.append(self.move(me, alive, ("timer", *timer), step, timer[0] == "deadline"))
+            name = ("timer", *timer)
+            moves.append(self.move(state, me, alive, name, ("fire", timer, 0.0), timer[0] == "deadline"))
         return _view(state, 0 if self._exact else idle, moves)
+
+    def _arrival(self, state: int, bit: int, parcel: Parcel, me: str, alive: str) -> tuple[Move, Any]:
+        known = self._arrivals.get((state, bit, alive))
+        if known is None:
+            name = ("gets", parcel.sender, parcel.message)
+            call = ("receive", parcel.sender, parcel.message, 0.0)
+            known = self.move(state, me, alive, name, call), self._why_idle(state, parcel)
+            self._arrivals[state, bit, alive] = known
+        return known
 
     def _why_idle(self, state: int, parcel: Parcel) -> Any:
         def why(machine: M) -> Any:
@@ -103,8 +120,8 @@ class Side(Generic[M]):
         why.__name__ = f"idle {self._net.of(parcel)}"
         return self.machines.fact(state, why)
 
-    def _must_idle(self, state: int, step: Step, parcel: Parcel) -> None:
-        if not self._exact and (step.after != state or _others(step)):
+    def _must_idle(self, state: int, move: Move, parcel: Parcel) -> None:
+        if not self._exact and (move.after != state or move.commands):
             raise AssertionError(f"the walk takes {parcel} for idle, and it is not")
 
 
@@ -152,13 +169,13 @@ class Rules:
     ) -> Move:
         """A call of the producer's machine as a move."""
         self.trying = name if name[0] == "P" else ("P", *name)
-        return self.p.move(env.p_name, env.c_name, name, self.ps.step(state, method, *args), alone)
+        return self.p.move(state, env.p_name, env.c_name, name, (method, *args), alone)
 
     def c_move(self, state: int, env: Env, name: tuple[Any, ...], method: str, *args: Any) -> Move:
         """A call of the consumer's machine as a move."""
         self.trying = name if name[0] == "C" else ("C", *name)
         alive = "" if env.p_dead else env.p_name
-        return self.c.move(env.c_name, alive, name, self.cs.step(state, method, *args))
+        return self.c.move(state, env.c_name, alive, name, (method, *args))
 
     def view_p(self, p: int, to_p: int, env: Env) -> View:
         """The producer's own moves."""
@@ -269,10 +286,6 @@ class Rules:
                 if key not in done and how != "alone" and key.epoch == env.c_name
             ),
         )
-
-
-def _others(step: Step) -> tuple[Command, ...]:
-    return tuple(command for command in step.commands if not isinstance(command, Send))
 
 
 def _view(state: int, idle: int, moves: list[Move]) -> View:

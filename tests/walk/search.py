@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,14 @@ def walk(rules: Rules, most: int = 100_000_000, fair: bool = False) -> Walked:
 
     ``fair``: from each of them, follow fair weather to the end.
     """
+    gc.disable()  # millions of tuples, none of them garbage
+    try:
+        return _walk(rules, most, fair)
+    finally:
+        gc.enable()
+
+
+def _walk(rules: Rules, most: int, fair: bool) -> Walked:
     moves, covered, seen = Moves(rules), Covered(rules), Walked()
     weather = FairWeather(moves) if fair else None
     start = rules.start()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable, Iterator
-from copy import deepcopy
 from typing import Any
 
 from pushkv.core.consumer import ConsumerMachine
@@ -98,7 +98,7 @@ def _check(machine: Any, needs: set[Timer], due: set[Timer]) -> None:
         return
     _seen.add((frozen, frozenset(idle)))
     for timer in idle:
-        fired = deepcopy(machine)
+        fired = pickle.loads(pickle.dumps(machine))
         fired.timers.cancel(timer)
         fired.fire(timer, 0.0)
         if freeze(fired) != frozen:

@@ -40,8 +40,8 @@ WALKS = (
         Bounds(parts=1, p_restarts=0, preemptions=0),
     ),
     Walk(
-        "1 attempt, 2 parts, staged twice, a preemption, refusals, a producer's restart; fair weather",
-        Bounds(attempts=1, stagings=2, c_restarts=0, refusals=True),
+        "1 attempt, 2 parts, staged twice, a preemption, refusals; fair weather",
+        Bounds(attempts=1, stagings=2, p_restarts=0, c_restarts=0, refusals=True),
         fair=True,
     ),
     Walk(
@@ -59,5 +59,9 @@ WALKS = (
 LARGER_WALKS = (
     Walk("1 attempt, 2 parts, a preemption, a restart a side", Bounds(attempts=1)),
     Walk("2 attempts, a restart a side", Bounds(parts=1, preemptions=0)),
-    Walk("everything: 2 attempts, 2 parts, a preemption, a restart a side", Bounds()),
+    Walk("2 attempts, 2 parts, a producer's restart", Bounds(c_restarts=0, preemptions=0)),
+    Walk("2 attempts, 2 parts, a consumer's restart", Bounds(p_restarts=0, preemptions=0)),
 )
+
+EVERYTHING = Walk("everything: 2 attempts, 2 parts, a preemption, a restart a side", Bounds())
+"""Has not been walked to its end: the page about the protocol says how far."""

@@ -78,6 +78,7 @@ class Env(_Env):
 
     __slots__ = ()
     _kinds: ClassVar[dict[tuple[Any, ...], Env]] = {}
+    _changes: ClassVar[dict[tuple[Any, ...], Env]] = {}
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -90,7 +91,11 @@ class Env(_Env):
 
     def but(self, **fields: Any) -> Env:
         """The one that differs in these fields."""
-        return self._replace(**fields)._one()
+        change = (self, *fields.items())
+        known = self._changes.get(change)
+        if known is None:
+            known = self._changes[change] = self._replace(**fields)._one()
+        return known
 
     def _one(self) -> Env:
         return self._kinds.setdefault(tuple(self), self)

@@ -77,8 +77,9 @@ $(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
 	$(PIP) install --quiet -e .
 	touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.test: $(VENV)/.demo plugins/pushkv-vllm/pyproject.toml
 	$(PIP) install --quiet -e '.[test]'
+	$(PIP) install --quiet -e 'plugins/pushkv-vllm[router]'
 	$(if $(TORCH),$(PIP) install --quiet $(TORCH))
 	touch $@
 

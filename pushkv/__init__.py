@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pushkv.runtime.consumer import Consumer, Link, Transfer
     from pushkv.runtime.ending import Ending
     from pushkv.runtime.producer import Producer
+    from pushkv.runtime.sigterm import drain_on_sigterm
     from pushkv.trace import Trace
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "StageReleased",
     "Trace",
     "Transfer",
+    "drain_on_sigterm",
     "prompt_digest",
     "read_config",
     "shard",
@@ -73,6 +75,7 @@ _HOMES = {
     "StageReleased": "pushkv.core.commands",
     "Trace": "pushkv.trace",
     "Transfer": "pushkv.runtime.consumer",
+    "drain_on_sigterm": "pushkv.runtime.sigterm",
     "prompt_digest": "pushkv.core.prompt",
     "read_config": "pushkv.config",
     "shard": "pushkv.core.layouts",

@@ -35,6 +35,7 @@ class Custodian:
         self._out = Outbox()
         self._stages = Stages(self._out, self.limits.unmatched)
         self._book = Book()
+        self._closing: tuple[Outcome, str] | None = None
 
     def _read_ended(self, serving: Serving) -> None:
         if serving.writes or serving.custody not in (Source.READING, Source.DRAINING):
@@ -121,7 +122,10 @@ class Custodian:
         self._settle_stage(offer.key.transfer)
 
     def _settle_stage(self, transfer: str) -> None:
-        if self._stages.settle(transfer, self._book.wants(transfer), self._book.reads(transfer)):
+        wanted = self._book.wants(transfer)
+        if self._closing is not None and not wanted:
+            self._stages.give_up(transfer, *self._closing)
+        if self._stages.settle(transfer, wanted, self._book.reads(transfer)):
             self.timers.cancel(("stage", transfer))
 
     def _seek_proof(self, peer: str, now: float) -> None:

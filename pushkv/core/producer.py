@@ -37,7 +37,6 @@ class ProducerMachine(Custodian):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._closing: tuple[Outcome, str] | None = None
         self._gone: set[str] = set()
 
     # What the engine asks
@@ -91,11 +90,16 @@ class ProducerMachine(Custodian):
         outcome: Outcome = Outcome.REJECTED_CLOSING,
         detail: str = "the producer is shutting down",
     ) -> None:
-        """Refuse new offers from now on, for this reason; those that have met no stage fail too."""
+        """Refuse new offers from now on, for this reason; offers and stages that have not met fail too.
+
+        What has met goes on to its end, and its stage may still be told of more tokens.
+        """
         self._closing = (outcome, detail)
         for serving in self._book:
             if serving.state is Sending.OFFERED:
                 self._fail(serving, outcome, detail, now)
+        for transfer in self._stages.names():
+            self._settle_stage(transfer)
 
     @property
     def reading(self) -> int:

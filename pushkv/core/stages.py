@@ -83,6 +83,10 @@ class Stages:
     def __contains__(self, transfer: str) -> bool:
         return transfer in self._stages
 
+    def names(self) -> list[str]:
+        """The transfer ids."""
+        return list(self._stages)
+
     def get(self, transfer: str) -> Stage | None:
         """The stage of a transfer id that still wants serving, None where there is none."""
         stage = self._stages.get(transfer)
@@ -134,6 +138,12 @@ class Stages:
             done[key.base] = (key.attempt, outcome)
         if len(self._early) > _REMEMBERED:
             self._early.popitem(last=False)
+
+    def give_up(self, transfer: str, outcome: Outcome, detail: str) -> None:
+        """Wait for no more siblings than have come: end a stage that still waits for some."""
+        stage = self.get(transfer)
+        if stage is not None and len(stage.done) < stage.siblings:
+            self.end(stage, outcome, detail)
 
     def end(self, stage: Stage, outcome: Outcome, detail: str = "") -> None:
         """Give a stage its outcome, once."""

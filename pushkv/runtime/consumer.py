@@ -126,7 +126,7 @@ class Consumer(Endpoint[Consuming]):
         life = self._life
         wait = self.config.connect_timeout if timeout is None else timeout
         deadline = time.monotonic() + wait
-        self._check_open()
+        self._check_new()
         dials = [self._dial(life, parse_dialled(one)) for one in urls]
         try:
             for dial in dials:
@@ -172,7 +172,7 @@ class Consumer(Endpoint[Consuming]):
         seconds from now bounds everything. Raises GeometryError for block ids or tokens out of range, and
         ProtocolError for an attempt that is open already and for an id, digest, deadline or number that cannot be.
         """
-        self._check_open()
+        self._check_new()
         check_request(transfer, prompt, deadline)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
         start = whole(f"{transfer}'s start", start, -MOST)

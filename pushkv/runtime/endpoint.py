@@ -64,6 +64,8 @@ class Endpoint(Generic[S]):
         """Whether a cluster key guards the control plane."""
         self._events: deque[Command] = deque()
         self._closing = False
+        self.draining = False
+        """Whether it takes nothing new, while what is open goes on to its end: see :meth:`drain`."""
         self._asleep = False
         self._closed: bool | None = None
         self._close_once = threading.Lock()
@@ -191,7 +193,7 @@ class Endpoint(Generic[S]):
             self._check_open()
             self._asleep = True
             deadline = time.monotonic() + timeout
-            if not (all([self._wound_up(life, deadline) for life in self._lives]) and self._drained(deadline)):
+            if not (all([life.do(self._wind_up, deadline) for life in self._lives]) and self._drained(deadline)):
                 self._begin_again("it could not sleep with memory in custody")
                 self._asleep = False
                 return False
@@ -224,6 +226,20 @@ class Endpoint(Generic[S]):
         """Have the peers of the old life meet the new one."""
         raise NotImplementedError
 
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Take nothing new, let what is open finish, and wait for custody to end; whether it did in time.
+
+        Nothing is cut short here, also not by the timeout. Close the endpoint afterwards.
+        """
+        deadline = time.monotonic() + timeout
+        with self._renewal:
+            self.draining = True
+            if self._asleep:
+                return True
+        if self._closing:
+            return self.close(timeout)
+        return all([life.do(self._refuse_new, deadline) for life in self._lives]) and self._drained(deadline)
+
     def close(self, timeout: float = 10.0) -> bool:
         """Take nothing new, end what is open, wait for custody to end, and stop; whether custody ended in time.
 
@@ -243,7 +259,7 @@ class Endpoint(Generic[S]):
                 self._end_the_rest()
                 self._control.close()
                 return True
-        clear = all([self._wound_up(life, deadline) for life in self._lives])
+        clear = all([life.do(self._wind_up, deadline) for life in self._lives])
         clear = self._drained(deadline) and clear
         if not clear:
             log.warning("%s closes with memory in custody: its cache stays registered.", self.agent)
@@ -263,18 +279,6 @@ class Endpoint(Generic[S]):
                 life.transfer.stop(timeout)
         return clear
 
-    def _wound_up(self, life: Life[S], deadline: float) -> bool:
-        done = threading.Event()
-
-        def winding(side: S) -> None:
-            try:
-                self._wind_up(side)
-            finally:
-                done.set()
-
-        life.submit(winding)
-        return done.wait(max(0.0, deadline - time.monotonic()))
-
     def _drained(self, deadline: float) -> bool:
         while any(life.side.in_custody for life in self._lives):
             if time.monotonic() >= deadline:
@@ -289,6 +293,14 @@ class Endpoint(Generic[S]):
     def _wind_up(self, side: S) -> None:
         """On the transfer thread: end what is open."""
         raise NotImplementedError
+
+    def _refuse_new(self, side: S) -> None:
+        """On the transfer thread: refuse what peers begin from now on."""
+
+    def _check_new(self) -> None:
+        self._check_open()
+        if self.draining:
+            raise EndpointClosed(f"{self.agent} is shutting down and takes nothing new; use another endpoint.")
 
     def _check_open(self) -> None:
         if self._closing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -51,6 +52,19 @@ class Life(Generic[S]):
         """Have the transfer thread do something with its side; from any thread."""
         side = self.side
         self.transfer.submit(lambda: action(side))
+
+    def do(self, action: Callable[[S], object], deadline: float) -> bool:
+        """Have it do something and wait for that; whether it was done by the deadline, on the monotonic clock."""
+        done = threading.Event()
+
+        def doing(side: S) -> None:
+            try:
+                action(side)
+            finally:
+                done.set()
+
+        self.submit(doing)
+        return done.wait(max(0.0, deadline - time.monotonic()))
 
     def give_up_if_stuck(self) -> bool:
         """Go on without the data mover where a call into it does not return; whether that was so just now."""

@@ -81,10 +81,12 @@ class Producer(Endpoint[Producing]):
         A stage that has ended is returned as it is, and nothing more is read for it, as long as its blocks are still
         read or the engine does not know: until it has waited for the ending, or taken the last event about it. After
         that the same id begins another stage.
-        Raises GeometryError for block ids out of range and ProtocolError for an id, digest, deadline or
-        number that cannot be; numbers that contradict each other or an earlier call end the stage.
+        Raises GeometryError for block ids out of range, ProtocolError for an id, digest, deadline or number that
+        cannot be, and EndpointClosed; numbers that contradict each other or an earlier call end the stage.
         """
         self._check_open()
+        if transfer not in self._stages:
+            self._check_new()
         check_request(transfer, prompt, deadline)
         packed = pack_blocks(self.cache, blocks)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
@@ -149,6 +151,9 @@ class Producer(Endpoint[Producing]):
     def _wind_up(self, side: Producing) -> None:
         side.end_open(Outcome.REJECTED_CLOSING, CLOSING)
 
+    def _refuse_new(self, side: Producing) -> None:
+        side.refuse_new(Outcome.REJECTED_CLOSING, CLOSING)
+
     def _reconnect(self, old: Life[Producing]) -> None:
         for pair in list(old.side.agents.values()):
             self._control.send(pair.route, wire.Moved(pair.token))
@@ -164,8 +169,8 @@ class Producer(Endpoint[Producing]):
             super()._control_message(route, message)
         elif not self._introductions.allows(route, time.monotonic()):
             self._shared.stats["handshakes over the rate"] += 1
-        elif self._closing or self._asleep:
-            why = CLOSING if self._closing else "the producer sleeps"
+        elif self._closing or self.draining or self._asleep:
+            why = CLOSING if self._closing or self.draining else "the producer sleeps"
             self._control.send(route, wire.Refusal(message.token, f"{why}; connect to another"))
         else:
             self._life.submit(lambda side: side.introduced(route, message))

@@ -55,6 +55,12 @@ class Staging(Side):
         self.machine.close(now, outcome, detail)
         self.run_commands()
 
+    def refuse_new(self, outcome: Outcome, detail: str) -> None:
+        """Refuse offers from now on; offers and stages that have not met end, what has met goes on."""
+        self.machine.close(self.shared.clock(), outcome, detail)
+        self.run_commands()
+        self.measure()
+
     def stage(self, call: Call) -> None:
         """Stage once the fence has passed; calls for one prompt keep their order."""
         self._fenced.append(call)

@@ -384,6 +384,25 @@ class TestPeers:
         machine.receive("c0", offer(2, transfer="late"), 0.0)
         assert [failed.outcome for failed in sent(machine.commands(), Failed)] == [Outcome.REJECTED_CLOSING] * 2
 
+    def test_closing_it_ends_stages_that_serve_nobody(self) -> None:
+        machine, (post,) = matched(ready=3)
+        stage(machine, transfer="alone")
+        machine.commands()
+        machine.close(0.0)
+        ends = machine.commands()
+        assert [(end.transfer, end.outcome) for end in only(ends, StageEnded)] == [
+            ("alone", Outcome.REJECTED_CLOSING)
+        ]
+        assert [released.transfer for released in only(ends, StageReleased)] == ["alone"]
+        stage(machine, TOKENS)
+        (last,) = only(machine.commands(), Post)
+        assert (last.start, last.stop) == (3, TOKENS), "what has met goes on"
+        for one in (post, last):
+            machine.write_done(one.write, 0.0)
+        assert [end.outcome for end in only(machine.commands(), StageEnded)] == [Outcome.COMPLETE]
+        stage(machine, transfer="new")
+        assert [end.outcome for end in only(machine.commands(), StageEnded)] == [Outcome.REJECTED_CLOSING]
+
 
 class TestBounds:
     def test_too_many_unmatched_offers_are_refused_for_good(self) -> None:

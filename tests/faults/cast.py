@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.blocks import Blocks
-from faults.children import Place, move, play
+from faults.children import Place, move, play, play_two
 from runtime.actors import Actor, launch
 from runtime.scene import until
 
@@ -73,6 +73,10 @@ class Cast:
     def consumer(self, engine: str, place: Place = HERE, **settings: Any) -> Player:
         blocks = Blocks.make(filled=False)
         return self._add(blocks, _launch(play, place, "consumer", engine, blocks, settings))
+
+    def two_producers(self, place: Place = HERE) -> Player:
+        blocks = Blocks.make(filled=True)
+        return self._add(blocks, launch(play_two, place, blocks))
 
     def movers(self, place: Place = HERE, other: Place = HERE) -> tuple[Player, Player]:
         """Two data movers that know each other: one that WRITEs, and its target."""

@@ -17,7 +17,7 @@ import numpy as np
 
 import pushkv.runtime.side
 from faults.blocks import BLOCKS, Blocks
-from pushkv import Consumer, KVCache, Producer
+from pushkv import Consumer, KVCache, Producer, drain_on_sigterm
 from pushkv.config import NixlConfig
 from pushkv.core.memory import Region
 from pushkv.errors import PushKVError
@@ -26,7 +26,7 @@ from pushkv.transport.base import Host, Pieces
 from pushkv.transport.host import this_host
 from pushkv.transport.nixl import NixlSettings, NixlTransport
 from runtime.actors import BLOCK, Pipe, Role, obey
-from runtime.scene import WAIT
+from runtime.scene import WAIT, until
 
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -143,12 +143,60 @@ class Endpointed(Role):
         assert isinstance(transport._transport, NixlTransport)
         return len(transport._transport._failed)
 
+    def drain_on_sigterm(self, limit: float, exit_code: int | None = None) -> None:
+        """With a code: after a handler that exits with it."""
+        if exit_code is not None:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
+        self.drains = drain_on_sigterm(self.end, limit=limit)
+
+    def draining(self) -> bool:
+        return self.end.draining
+
+    def get_stuck(self) -> None:
+        """From the signal on the main thread is in a call that does not return, and that no signal interrupts."""
+        until(lambda: self.drains.begun)
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            _libc.pthread_mutex_lock(mutex)
+
+    def fork_and_terminate(self) -> tuple[int, bool]:
+        """Fork a process that does nothing, and send it SIGTERM: how it ended, and whether that has reached us."""
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b"x")  # a signal that came earlier would be lost to Python
+            time.sleep(WAIT)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), self.drains.begun
+
     def shut_and_unmap(self, timeout: float) -> bool:
         """What an engine does at its end: free the cache if close() says that it may."""
         closed = self.end.close(timeout)
         if closed:
             unmap(self.array)
         return closed
+
+
+class Twofold:
+    """Two producers in one process, drained together."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.producers = [Endpointed("producer", name, blocks, {}) for name in ("one", "two")]
+
+    def each(self, number: int, name: str, *arguments: Any) -> Any:
+        return getattr(self.producers[number], name)(*arguments)
+
+    def drain_on_sigterm(self, limit: float) -> None:
+        drain_on_sigterm(*(producer.end for producer in self.producers), limit=limit)
+
+
+def play_two(pipe: Pipe, place: Place, blocks: Blocks) -> None:
+    """The child's work: two endpoints."""
+    place.enter()
+    obey(pipe, Twofold(blocks))
 
 
 def play(pipe: Pipe, place: Place, kind: str, engine: str, blocks: Blocks, settings: dict[str, Any]) -> None:

@@ -11,13 +11,14 @@ TORCH ?= torch==2.13.0
 # How many tests run at once.
 JOBS ?= 2
 
-.PHONY: demo test test-libfabric test-xpu contract check lint types unit walk bench clean help
+.PHONY: demo test test-libfabric test-vllm test-xpu contract check lint types unit walk bench clean help
 
 help:
 	@echo "make demo    install what the demo needs into $(VENV) and run it"
 	@echo "make test    install what the tests need and run every check: ruff, mypy, pytest"
 	@echo "make check   the checks without installing anything"
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
+	@echo "make test-vllm        the connector and the router in real vLLM servers, on CPU"
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
 	@echo "make contract         which memory backend keeps which part of the contract here"
 	@echo "make walk    walk every joint state of the protocol and print what was seen"
@@ -34,6 +35,13 @@ test: $(VENV)/.test
 test-libfabric: $(VENV)/.test
 	$(BIN)/python tests/faults/libfabric.py $(VENV)/libfabric
 	PUSHKV_LIBFABRIC=$(abspath $(VENV)/libfabric) $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_libfabric.py
+
+# End to end with vLLM's CPU build, in an environment of its own of 4 GB (Python 3.11).
+VLLM := $(VENV)/vllm
+
+test-vllm:
+	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
+	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e
 
 # A plug-in is installed into a folder of its own: in the environment itself every other test would find it too.
 XPU := $(VENV)/plugins/xpu

@@ -10,15 +10,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pushkv_vllm.router.body import Ask, Endpoint
 from pushkv_vllm.router.config import Mode, RouterConfig, Shape
 from pushkv_vllm.router.errors import RequestFailed
-from pushkv_vllm.router.fleet import Fleet, Server, occupied
+from pushkv_vllm.router.fleet import Fleet, Server, occupy
 from pushkv_vllm.router.legs import Answer, LegFailed, Legs, Prefilled, Sending
 from pushkv_vllm.router.metrics import Metrics
 from pushkv_vllm.router.shapes import Dispatch, decode_params, prefill_params
@@ -34,7 +34,7 @@ class Attempt:
     headers: Mapping[str, str]
     number: int
     avoid: tuple[Server, ...]
-    stack: AsyncExitStack
+    stack: ExitStack
 
     def sending(self, identity: str, body: bytes, rank: int | None = None) -> Sending:
         """A leg's request. ``identity`` is made up for the dispatch: a client's own id may come twice."""
@@ -42,6 +42,15 @@ class Attempt:
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
         return Sending(self.ask.endpoint.value, headers, body)
+
+
+@dataclass(frozen=True)
+class PrefillLeg:
+    """Where a dispatch's prompt is computed; ``over`` says that the server has this work no longer."""
+
+    server: Server
+    dispatch: Dispatch
+    over: Callable[[], None]
 
 
 class Dispatcher:
@@ -61,7 +70,7 @@ class Dispatcher:
         """
         failed: tuple[Server, ...] = ()
         for number in range(self._config.attempts):
-            async with AsyncExitStack() as stack:
+            with ExitStack() as stack:
                 try:
                     answer = await self._answer(Attempt(ask, headers, number, failed, stack))
                 except LegFailed as failure:
@@ -84,10 +93,11 @@ class Dispatcher:
         if prefill is None:
             return await self._opening(attempt, uuid.uuid4().hex, await self._decode_server(attempt), None)
         dispatch = _dispatch(attempt, prefill)
-        attempt.stack.enter_context(occupied(prefill, dispatch.rank, attempt.ask.prompt_tokens))
+        leg = PrefillLeg(prefill, dispatch, occupy(prefill, dispatch.rank, attempt.ask.prompt_tokens))
+        attempt.stack.callback(leg.over)
         if self._config.mode is Mode.SEQUENTIAL:
-            return await self._in_sequence(attempt, dispatch, prefill)
-        return await self._at_once(attempt, dispatch, prefill)
+            return await self._in_sequence(attempt, leg)
+        return await self._at_once(attempt, leg)
 
     async def _prefill_server(self, attempt: Attempt) -> Server | None:
         """Where the prompt is computed; None if decode is to do it."""
@@ -105,36 +115,38 @@ class Dispatcher:
     async def _decode_server(self, attempt: Attempt) -> Server:
         decode = await self._fleet.choose(self._fleet.decode, attempt.avoid)
         tokens = attempt.ask.prompt_tokens + attempt.ask.answer_tokens
-        attempt.stack.enter_context(occupied(decode, 0, tokens))
+        attempt.stack.callback(occupy(decode, 0, tokens))
         return decode
 
-    async def _at_once(self, attempt: Attempt, dispatch: Dispatch, prefill: Server) -> Answer:
+    async def _at_once(self, attempt: Attempt, leg: PrefillLeg) -> Answer:
         decode = await self._decode_server(attempt)
         began = time.monotonic()
-        first = asyncio.create_task(self._prefilled(attempt, dispatch, prefill))
-        attempt.stack.push_async_callback(_ended, first)
-        second = self._opening(attempt, dispatch.id, decode, decode_params(self._config.shape, dispatch))
+        first = asyncio.create_task(self._prefilled(attempt, leg))
+        attempt.stack.callback(_abandon, first)
+        second = self._opening(attempt, leg.dispatch.id, decode, decode_params(self._config.shape, leg.dispatch))
         answer = await _both(first, second)
         if first.done() and first.exception() is None:
             self._metrics.handoff.observe(max(0.0, time.monotonic() - began - first.result().seconds))
         return answer
 
-    async def _in_sequence(self, attempt: Attempt, dispatch: Dispatch, prefill: Server) -> Answer:
-        params = (await self._prefilled(attempt, dispatch, prefill)).params
+    async def _in_sequence(self, attempt: Attempt, leg: PrefillLeg) -> Answer:
+        params = (await self._prefilled(attempt, leg)).params
         if params is None:
-            log.warning(
-                "prefill server %s answered without kv_transfer_params; decode computes the prompt", prefill.url
-            )
+            log.warning("prefill server %s answers no kv_transfer_params; decode computes on", leg.server.url)
             self._metrics.alone.labels("no parameters").inc()
         elif self._config.shape is Shape.PUSHKV:
-            params.setdefault("n", dispatch.n)
-        return await self._opening(attempt, dispatch.id, await self._decode_server(attempt), params)
+            params.setdefault("n", leg.dispatch.n)
+        return await self._opening(attempt, leg.dispatch.id, await self._decode_server(attempt), params)
 
-    async def _prefilled(self, attempt: Attempt, dispatch: Dispatch, prefill: Server) -> Prefilled:
+    async def _prefilled(self, attempt: Attempt, leg: PrefillLeg) -> Prefilled:
         """The prefill leg, pinned to the rank that decode is told of."""
+        dispatch = leg.dispatch
         body = attempt.ask.for_prefill(prefill_params(self._config.shape, dispatch))
         rank = dispatch.rank if dispatch.prefill.dp > 1 else None
-        done = await self._legs.prefill(prefill, attempt.sending(dispatch.id, body, rank))
+        try:
+            done = await self._legs.prefill(leg.server, attempt.sending(dispatch.id, body, rank))
+        finally:
+            leg.over()
         self._metrics.prefill_leg.observe(done.seconds)
         return done
 
@@ -144,7 +156,7 @@ class Dispatcher:
         """The decode leg. What comes of it is closed with the attempt."""
         sending = attempt.sending(identity, attempt.ask.for_decode(params))
         opening = asyncio.create_task(self._legs.decode(decode, sending, attempt.ask.stream))
-        attempt.stack.push_async_callback(_closed, opening)
+        attempt.stack.callback(_abandon, opening)
         return opening
 
 
@@ -167,13 +179,15 @@ async def _both(first: asyncio.Task[Prefilled], second: asyncio.Task[Answer]) ->
     return second.result()
 
 
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """Cancel what still runs; how it ended is of no interest any more."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+def _abandon(leg: asyncio.Task[Any]) -> None:
+    """Cancel a leg that still runs, and close what came or comes of it.
+
+    Nothing is awaited: whoever cleans up after a client that went away may be cancelled at every step.
+    """
+    leg.cancel()
+    leg.add_done_callback(_close)
 
 
-async def _closed(opening: asyncio.Task[Answer]) -> None:
-    await _ended(opening)
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+def _close(leg: asyncio.Task[Any]) -> None:
+    if not leg.cancelled() and leg.exception() is None and isinstance(answer := leg.result(), Answer):
+        answer.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from pushkv_vllm.router.config import DecodeServer, PrefillServer, RouterConfig
@@ -109,16 +108,18 @@ class Fleet:
                 self._changed.notify_all()
 
 
-@contextmanager
-def occupied(server: Server, rank: int, tokens: int) -> Iterator[None]:
-    """Count these tokens as this server's until the block is left."""
+def occupy(server: Server, rank: int, tokens: int) -> Callable[[], None]:
+    """Count these tokens as this server's until what is returned is called, once or more often."""
     server.requests += 1
     server.outstanding[rank] += tokens
-    try:
-        yield
-    finally:
-        server.requests -= 1
-        server.outstanding[rank] -= tokens
+    held = [tokens]
+
+    def end() -> None:
+        if held:
+            server.requests -= 1
+            server.outstanding[rank] -= held.pop()
+
+    return end
 
 
 def _prefill(server: PrefillServer) -> Server:

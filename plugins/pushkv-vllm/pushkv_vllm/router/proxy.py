@@ -126,25 +126,27 @@ class Router:
                                                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
         await response.prepare(request)
         try:
-            await self._write(response, answer.first)
+            await self._write(request, response, answer.first)
             async for piece in answer.rest:
-                await self._write(response, piece)
+                await self._write(request, response, piece)
         except LegFailed as failure:
             ending[0] = Ending.BROKEN
             log.warning("request %s broke off: %s", name, failure)
             self.metrics.failed_legs.labels(failure.server.url, failure.server.role, str(failure.status)).inc()
             # Too late for a status: told in the stream, which then ends without its [DONE].
-            await self._write(response, b"data: " + failure.body + b"\n\n")
+            await self._write(request, response, b"data: " + failure.body + b"\n\n")
         else:
             ending[0] = Ending.ANSWERED
         await response.write_eof()
         return response
 
-    async def _write(self, response: web.StreamResponse, piece: bytes) -> None:
-        """Hand a piece to the client; one that reads nothing for too long is left."""
+    async def _write(self, request: web.Request, response: web.StreamResponse, piece: bytes) -> None:
+        """Hand a piece to the client; the connection of one that reads nothing for too long is ended."""
         try:
             await asyncio.wait_for(response.write(piece), self.config.client_stall)
         except asyncio.TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
             raise ConnectionResetError("the client does not read") from error
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -204,6 +204,21 @@ def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:
     run(scene())
 
 
+def test_prefills_share_of_the_work_ends_before_decodes() -> None:
+    async def scene() -> None:
+        async with Scene() as stage:
+            stage.decode[0].behaviour = waits
+            asked = asyncio.create_task(stage.ask(prompt=[1] * 50, max_tokens=5))
+            await until(lambda: stage.prefill[0].calls and stage.prefill[0].call.ended == "answered")
+            prefill, decode = stage.state(stage.prefill[0]), stage.state(stage.decode[0])
+            await until(lambda: prefill.tokens == 0)
+            assert (prefill.requests, decode.requests, decode.tokens) == (0, 1, 55)
+            stage.decode[0].release.set()
+            await asked
+
+    run(scene())
+
+
 def test_equal_servers_take_turns() -> None:
     async def scene() -> None:
         async with Scene(prefill=3, decode=2) as stage:

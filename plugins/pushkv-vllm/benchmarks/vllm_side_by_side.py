@@ -1,0 +1,172 @@
+"""PushKVConnector beside vLLM's own push and pull connectors: TTFT, TPOT and handoff, in the same run.
+
+``python vllm_side_by_side.py`` in the environment of the end-to-end tests. A pair of servers for each connector is
+up at the same time, each pair with the same router in front; they take turns, round by round, so that whatever else
+the machine does meets all of them. Prompts are random and answered greedily, prefix caching is off: all KV moves. The
+stock connectors get the two changes in ``stock_on_cpu.py``, without which they stall on a machine of few cores.
+
+*TTFT* is from sending a request to its first token. *Handoff* is TTFT minus the prefill leg, which is measured with
+the same prompts at the prefill server, alone. *TPOT* is the mean time from token to token after the first. Medians of
+all rounds are printed, as a table and as JSON; equal answers are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
+
+from e2e_cluster import CONNECTORS, Cluster, Side, running
+from e2e_load import Prompt, at_once, body, post, session, stream
+from e2e_model import FULL, VOCABULARY
+from e2e_server import Router
+
+MEASURES = ("ttft", "handoff", "tpot")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is asked: prompts of ``tokens``, ``at_once`` requests at a time."""
+
+    tokens: int
+    at_once: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens} tokens, {self.at_once} at a time"
+
+
+@dataclass
+class Seen:
+    """What was measured of one connector in one cell, in seconds; ``answers`` by prompt."""
+
+    ttft: list[float] = field(default_factory=list)
+    handoff: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    answers: dict[Prompt, Prompt] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run all cells and print what was seen."""
+    options = arguments()
+    cells = [Cell(*map(int, text.split("x"))) for text in options.cells.split(",")]
+    with ExitStack() as stack:
+        folder = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory()))
+        model = FULL.write(folder / "model")
+        routers = {}
+        clusters = {}
+        for name in options.connectors.split(","):
+            logs = folder / name
+            logs.mkdir(exist_ok=True)
+            cluster = Cluster(CONNECTORS[name], model, logs, Side(), Side())
+            clusters[name] = stack.enter_context(running(cluster))
+            mode = "push" if cluster.connector.push else "sequential"
+            routers[name] = stack.enter_context(cluster.router(mode=mode))
+            print(f"{name} is up", file=sys.stderr)
+        seen = asyncio.run(measure(clusters, routers, cells, options.rounds, options.requests, options.answer))
+    report(seen, cells, options.json)
+
+
+def arguments() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--connectors", default="pushkv,stock-push", help=f"of {', '.join(CONNECTORS)}")
+    made.add_argument("--cells", default="512x1,2048x1,4000x1,1024x4", help="tokens x requests at a time")
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--requests", type=int, default=8, help="requests a round")
+    made.add_argument("--answer", type=int, default=32, help="tokens an answer")
+    made.add_argument("--json", type=Path, help="also write what was seen to this file")
+    made.add_argument("--logs", help="keep the servers' logs in this folder")
+    return made.parse_args()
+
+
+async def measure(clusters: dict[str, Cluster], routers: dict[str, Router], cells: list[Cell], rounds: int,
+                  requests: int, answer: int) -> dict[str, dict[Cell, Seen]]:  # fmt: skip
+    """Let the connectors take turns; the first round of each is for warming up and not kept."""
+    seen = {name: {cell: Seen() for cell in cells} for name in routers}
+    async with session() as client:
+        for number in range(rounds + 1):
+            for cell in cells:
+                chance = random.Random(hash((number, cell)))
+                prompts = [
+                    tuple(chance.randrange(3, VOCABULARY) for _ in range(cell.tokens)) for _ in range(requests)
+                ]
+                for name in chance.sample(list(routers), len(routers)):
+                    kept = seen[name][cell] if number else Seen()
+                    await one_round(client, clusters[name], routers[name], cell, prompts, answer, kept)
+            print(f"round {number} of {rounds}", file=sys.stderr)
+    return seen
+
+
+async def one_round(client: Any, cluster: Cluster, router: Router, cell: Cell, prompts: list[Prompt], answer: int,
+                    seen: Seen) -> None:  # fmt: skip
+    """All prompts through the router, and to the prefill server alone."""
+
+    async def prefill(prompt: Prompt) -> float:
+        began = time.perf_counter()
+        await post(client, cluster.prefill.url, body(prompt) | {"max_tokens": 1})
+        return time.perf_counter() - began
+
+    async def through(prompt: Prompt) -> None:
+        began, times, tokens = time.perf_counter(), [], []
+        async for event in stream(client, router.url, body(prompt) | {"max_tokens": answer}):
+            new = [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+            if new:
+                times.append(time.perf_counter() - began)
+                tokens += new
+        seen.ttft.append(times[0])
+        seen.tpot.append((times[-1] - times[0]) / max(1, len(tokens) - 1))
+        seen.answers[prompt] = tuple(tokens)
+
+    before = len(seen.ttft)
+    alone = await at_once([lambda prompt=prompt: prefill(prompt) for prompt in prompts], cell.at_once)
+    done = await at_once([lambda prompt=prompt: through(prompt) for prompt in prompts], cell.at_once)
+    seen.errors += [repr(one) for one in alone + done if isinstance(one, BaseException)]
+    legs = [one for one in alone if isinstance(one, float)]
+    if legs:
+        seen.handoff += [one - statistics.median(legs) for one in seen.ttft[before:]]
+
+
+def report(seen: dict[str, dict[Cell, Seen]], cells: list[Cell], file: Path | None) -> None:
+    """Print a table, then the same as JSON, with the numbers of requests and the errors."""
+    names = list(seen)
+    print("| | " + " | ".join(f"{name} {measure}" for measure in MEASURES for name in names) + " |")
+    print("|---" * (1 + len(names) * len(MEASURES)) + "|")
+    told = []
+    for cell in cells:
+        medians = {name: {one: median(getattr(seen[name][cell], one)) for one in MEASURES} for name in names}
+        row = [f"{medians[name][one]:.2f}" for one in MEASURES for name in names]
+        print(f"| {cell.name} | " + " | ".join(row) + " |")
+        answers = [seen[name][cell].answers for name in names]
+        told.append({
+            "cell": cell.name,
+            "milliseconds": medians,
+            "requests": {name: len(seen[name][cell].ttft) for name in names},
+            "errors": {name: seen[name][cell].errors[:5] for name in names},
+            "answers equal": all(one == answers[0] for one in answers),
+        })  # fmt: skip
+    print("\nMedians in ms.\n")
+    text = json.dumps(told, indent=1)
+    print(text)
+    if file is not None:
+        file.write_text(text)
+
+
+def median(values: list[float]) -> float:
+    """In milliseconds; not a number where nothing was measured."""
+    return round(statistics.median(values) * 1e3, 2) if values else float("nan")
+
+
+if __name__ == "__main__":
+    main()

@@ -159,8 +159,8 @@ class Scene:
         self._dp = dp
         self._settings = {
             "health_interval": 0.05,
-            "health_limit": 2.0,
-            "patience": 0.3,
+            "health_limit": 20.0,
+            "patience": 20.0,
             "shutdown_limit": 5.0,
         } | settings
         self._stack = AsyncExitStack()

@@ -115,7 +115,7 @@ def test_when_prefill_fails_both_legs_are_sent_anew(failure: Behaviour) -> None:
 @pytest.mark.parametrize("failure", [fails(500), fails_in_the_stream(500), drops, hangs_in_the_stream])
 def test_when_decode_fails_before_its_first_token_it_is_tried_elsewhere(failure: Behaviour) -> None:
     async def scene() -> None:
-        async with Scene(decode=2, silence=0.3) as stage:
+        async with Scene(decode=2, silence=3.0) as stage:
             stage.prefill[0].behaviour = once(hangs, prefilled)
             for server in stage.decode:
                 server.behaviour = lambda server, request, call: (
@@ -285,12 +285,12 @@ def test_a_slow_stream_is_not_a_silent_one() -> None:
     async def slow(server: FakeServer, request: web.Request, call: Call) -> web.StreamResponse:
         response = await begun(request)
         for event in events(call.body) * 4:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.4)
             await response.write(event)
         return response
 
     async def scene() -> None:
-        async with Scene(silence=1.0, attempts=1) as stage:
+        async with Scene(silence=5.0, attempts=1) as stage:
             stage.decode[0].behaviour = slow
             assert (await stage.ask(**STREAM)).body == b"".join(events({}) * 4)
 
@@ -299,7 +299,7 @@ def test_a_slow_stream_is_not_a_silent_one() -> None:
 
 def test_a_stream_that_falls_silent_is_ended() -> None:
     async def scene() -> None:
-        async with Scene(silence=0.3) as stage:
+        async with Scene(silence=2.0) as stage:
             stage.decode[0].behaviour = streams_on
             reply = await stage.ask(**STREAM)
             assert b'"code":504' in reply.body
@@ -532,6 +532,7 @@ def test_servers_that_come_later_are_found() -> None:
     async def scene() -> None:
         async with Scene() as stage:
             late = stage.decode[0]
+            stage.router.fleet.patience = 0.1
             await late.stop()
             await until(lambda: not stage.state(late).up)
             assert (await stage.ask()).status == 503
@@ -539,6 +540,7 @@ def test_servers_that_come_later_are_found() -> None:
                 assert answer.status == 503
             await late.start()
             await until(lambda: stage.state(late).up)
+            stage.router.fleet.patience = 20.0
             assert (await stage.ask()).status == 200
 
     run(scene())

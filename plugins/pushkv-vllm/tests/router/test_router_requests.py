@@ -385,7 +385,7 @@ def test_a_body_that_is_too_large_is_refused(chunked: bool) -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def scene() -> None:
-        async with Scene(body_limit=0.2) as stage:
+        async with Scene(body_limit=2.0) as stage:
             port = int(stage.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

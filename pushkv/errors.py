@@ -55,6 +55,10 @@ class TransportUnavailable(TransportError):
     """The data mover is missing, too old, or cannot be started."""
 
 
+class RegistrationError(TransportError):
+    """The data mover did not take the memory that is to be pushed."""
+
+
 class PeerLost(TransportError):
     """The data mover says that the peer is gone. This is no proof that its WRITEs have ended."""
 

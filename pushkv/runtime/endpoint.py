@@ -26,6 +26,7 @@ from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.side import Shared, Side
 from pushkv.runtime.turn import Turn
+from pushkv.runtime.vetting import vet
 from pushkv.runtime.watch import OfPairs, Watch
 from pushkv.trace import Trace
 
@@ -56,6 +57,7 @@ class Endpoint(Generic[S]):
     ) -> None:
         self.config = config
         self.cache = cache
+        vet(config, cache)
         factory = transport or transport_factory(config)
         keys = load_keys(config.key_file)
         lines = Lines(keys, config.allow, wire.MAX_CONTROL_FRAME)

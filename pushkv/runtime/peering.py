@@ -21,6 +21,7 @@ from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.loop import Work
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.turn import Turn
+from pushkv.runtime.vetting import vet_peer
 from pushkv.trace import Trace
 from pushkv.transport.base import Proof, Transport
 from pushkv.transport.host import this_host
@@ -99,6 +100,7 @@ class Peering(Work):
             raise HandshakeError(
                 f"{theirs.agent} is known as another; an agent's name stands for one life, take a new"
             )
+        vet_peer(self.shared.config, self.shared.cache, theirs.host)
         if known is not None and known.broken:
             known.prepared = None
             self.transport.remove_peer(theirs.agent)

@@ -17,6 +17,7 @@ from pushkv.runtime.loop import AWAKE
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.peering import CLOSED, Machine, Peering, Shared
 from pushkv.runtime.turn import WatchedTransport
+from pushkv.runtime.vetting import not_registered
 from pushkv.transport.host import this_host
 
 __all__ = ["CLOSED", "Machine", "Shared", "Side"]
@@ -53,7 +54,11 @@ class Side(Peering):
         shared.cache.backend.prepare_thread(shared.cache.home[1])
         transport = WatchedTransport(shared.make_transport(shared.agent), shared.turn)
         transport.claim()
-        transport.register(shared.cache.regions)
+        try:
+            transport.register(shared.cache.regions)
+        except TransportError as error:
+            transport.close()
+            raise not_registered(shared.config, shared.cache, error) from error
         self.transport = transport
         self.me = wire.Side(
             engine=shared.config.engine,

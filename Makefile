@@ -67,8 +67,10 @@ lint:
 types:
 	$(BIN)/mypy
 
+# The fake Neuron device cannot be uninstalled from a process, so its tests are a run of their own. They need torch.
 unit:
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(if $(TORCH),$(BIN)/python -m pytest -n $(JOBS) tests/neuron)
 
 walk: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m walk

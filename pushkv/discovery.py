@@ -20,7 +20,7 @@ from pushkv import hookspecs
 from pushkv.errors import BackendError, ConfigError
 from pushkv.hookspecs import PROJECT, BackendRecord
 
-BUILTINS = ("pushkv.backends.cpu", "pushkv.backends.cuda")
+BUILTINS = ("pushkv.backends.cpu", "pushkv.backends.cuda", "pushkv.backends.neuron")
 """The built-in plug-ins: modules that hold the hook. The order is the order of the listing."""
 
 DISABLE = "PUSHKV_DISABLE"

@@ -67,7 +67,7 @@ def test_axes_that_do_not_fit(axes: str) -> None:
 
 def test_an_array_on_a_device_nobody_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pushkv.plugins.device_type_of", lambda array: "npu")
-    with pytest.raises(UnclaimedDevice, match=r"known: cpu, cuda\); install .* claims 'npu'"):
+    with pytest.raises(UnclaimedDevice, match=r"known: cpu, cuda, neuron\); install .* claims 'npu'"):
         KVCache.of(array(2, 8, 4, 64), "LBNC")
 
 

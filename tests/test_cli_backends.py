@@ -21,9 +21,9 @@ def test_the_table_has_a_line_for_each_backend(capsys: pytest.CaptureFixture[str
     assert main(["backends"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["NAME", "DEVICES", "DISTRIBUTION", "STATUS"]
-    assert lines[1].startswith("cpu   cpu      pushkv ")
+    assert lines[1].startswith("cpu     cpu      pushkv ")
     assert lines[1].endswith("  ready")
-    assert lines[2].startswith("cuda  cuda     pushkv ")
+    assert lines[2].startswith("cuda    cuda     pushkv ")
 
 
 def test_the_json_holds_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def site(tmp_path: Path) -> FakeSite:
 def test_built_ins_come_first_and_an_installed_plug_in_after_them(site: FakeSite) -> None:
     site.backend("pushkv-xpu", "xpu")
     rows = site.listing()
-    assert list(rows) == ["cpu", "cuda", "xpu"]
+    assert list(rows) == ["cpu", "cuda", "neuron", "xpu"]
     assert rows["xpu"]["distribution"] == "pushkv-xpu 0.1"
     assert rows["xpu"]["device_types"] == ["xpu"]
     assert rows["xpu"]["status"] == "ready"
@@ -147,7 +147,7 @@ def test_distributions_that_are_not_ours_may_be_as_broken_as_they_like(site: Fak
     (site.folder / "left_over-1.dist-info" / "entry_points.txt").write_text("[pushkv]\nleft = over\n")
     (site.folder / "binary-1.dist-info").mkdir()
     (site.folder / "binary-1.dist-info" / "entry_points.txt").write_bytes(b"\xff\xfe[pushkv]")
-    assert list(site.listing()) == ["cpu", "cuda"]
+    assert list(site.listing()) == ["cpu", "cuda", "neuron"]
 
 
 def test_a_broken_class_is_shown_and_raises_with_the_hint(site: FakeSite) -> None:
@@ -209,15 +209,15 @@ class TestDisable:
             assert (row["status"], row["reason"]) == ("disabled", "")
 
     def test_a_disabled_backend_raises_when_it_is_asked_for(self) -> None:
-        known = Registry(discover({DISABLE: "cuda,cpu"}))
-        assert [known.status(entry, probe=False).state for entry in known.entries] == [State.DISABLED] * 2
+        known = Registry(discover({DISABLE: "cuda,cpu,neuron"}))
+        assert [known.status(entry, probe=False).state for entry in known.entries] == [State.DISABLED] * 3
         with pytest.raises(BackendError, match=r"'cpu' of pushkv .* is disabled; take it out of PUSHKV_DISABLE"):
             known.get("cpu")
         with pytest.raises(UnclaimedDevice, match=r"'cpu' .* is disabled; take it out of PUSHKV_DISABLE"):
             known.for_array(np.zeros(2))
 
     def test_a_name_that_is_nothing_here_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"'cdua'.*backends: cpu, cuda.*correct it"):
+        with pytest.raises(ConfigError, match=r"'cdua'.*backends: cpu, cuda, neuron.*correct it"):
             discover({DISABLE: "cuda,cdua"})
 
     def test_an_empty_setting_disables_nothing(self) -> None:
@@ -272,7 +272,7 @@ class TestLookup:
         assert registry() is registry()
 
     def test_an_unknown_name_is_told_with_the_known_ones(self) -> None:
-        with pytest.raises(BackendError, match=r"'cdua' \(known: cpu, cuda\)"):
+        with pytest.raises(BackendError, match=r"'cdua' \(known: cpu, cuda, neuron\)"):
             get_backend("cdua")
 
     def test_what_is_no_array_is_refused(self) -> None:
@@ -328,14 +328,16 @@ class TestLookup:
         why = ImportError("libxpu.so")
         known = Registry([*discover({}), Entry("xpu", "pushkv-xpu 0.1", fault=Fault("ImportError: libxpu.so", why))])
         with pytest.raises(
-            UnclaimedDevice, match=r"known: cpu, cuda.*'xpu' of pushkv-xpu 0.1 is broken.*libxpu"
+            UnclaimedDevice, match=r"known: cpu, cuda, neuron.*'xpu' of pushkv-xpu 0.1 is broken.*libxpu"
         ) as raised:
             known.for_array(np.zeros(2))
         assert raised.value.__cause__ is why
 
     def test_an_unclaimed_device_is_told_with_the_known_backends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pushkv.plugins.device_type_of", lambda array: "tpu")
-        with pytest.raises(UnclaimedDevice, match=r"device .* \(known: cpu, cuda\); install the .* claims 'tpu'"):
+        with pytest.raises(
+            UnclaimedDevice, match=r"device .* \(known: cpu, cuda, neuron\); install the .* claims 'tpu'"
+        ):
             backend_for(np.zeros(2))
 
 

@@ -79,6 +79,9 @@ def _flat_of(region: Region, tensors: Sequence[Any]) -> Any:
     for tensor in tensors:
         whole = storage_region(tensor, device=region.device, memory=region.memory)
         if whole.address == region.address and whole.length == region.length:
+            size = int(tensor.element_size())
+            if region.length % size == 0:
+                return tensor.detach().as_strided((region.length // size,), (1,), 0).view(_torch().uint8)
             flat = tensor.new_empty(0, dtype=_torch().uint8)
             return flat.set_(tensor.untyped_storage(), 0, (region.length,), (1,))
     raise BackendError(f"no tensor of the cache lies in {region}; describe the cache with the tensors it is made of")

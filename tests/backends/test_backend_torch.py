@@ -105,7 +105,9 @@ def test_a_tensor_on_another_device_is_refused() -> None:
 
 def test_the_owner_is_found_by_the_device() -> None:
     assert backend_for(torch.zeros(3)).name == "cpu"
-    with pytest.raises(UnclaimedDevice, match=r"device 'meta' \(known: cpu, cuda\); install .* claims 'meta'"):
+    with pytest.raises(
+        UnclaimedDevice, match=r"device 'meta' \(known: cpu, cuda, neuron\); install .* claims 'meta'"
+    ):
         backend_for(torch.zeros(3, device="meta"))
 
 

@@ -19,6 +19,7 @@ from pushkv.testing.backend_contract.report import MARK
 BUILTIN = (
     "pushkv.testing.contracts.cpu",
     "pushkv.testing.contracts.cuda",
+    "pushkv.testing.contracts.neuron",
 )
 GROUP = "pushkv.contracts"
 _SIGNS = {"passed": "yes", "skipped": "-", "failed": "NO"}

@@ -10,7 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pushkv.backends.base import ArrayDescription, Check, Fence, MemoryBackend, Packer, Verdict, device_type_of
+from pushkv.backends.base import (
+    ArrayDescription,
+    Check,
+    DataPath,
+    Fence,
+    MemoryBackend,
+    Packer,
+    Verdict,
+    device_type_of,
+)
+from pushkv.backends.cuda_paths import FIXED_SEGMENTS, CudaPaths, expandable_segments
+from pushkv.backends.machine import Machine
 from pushkv.backends.tensors import describe_tensor
 from pushkv.backends.torch_packing import TorchPacker
 from pushkv.core.memory import Region
@@ -21,9 +32,6 @@ _DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/d
 """Any of these shows an NVIDIA driver; the last is how WSL shows one."""
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _INSTALL_TORCH = "install a CUDA build of torch (the extra pushkv[torch])"
-_FIXED_SEGMENTS = (
-    "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or allocate the cache from a plain pool"
-)
 
 
 @hookimpl
@@ -37,6 +45,9 @@ class CudaBackend(MemoryBackend):
 
     name = "cuda"
     device_types = ("cuda",)
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._paths = CudaPaths(machine or Machine())
 
     def describe(self, array: object) -> ArrayDescription:
         """Describe a torch tensor on a CUDA device through its storage."""
@@ -86,6 +97,10 @@ class CudaBackend(MemoryBackend):
         # Where torch sees a device there is a driver, wherever a container may keep it.
         driver = () if devices.verdict is Verdict.PASS else (_driver(),)
         return (installed, *driver, devices, _segments(probe))
+
+    def check_path(self, path: DataPath, *, probe: bool = True) -> tuple[Check, ...]:
+        """Look for what GPUDirect needs: a NIC that reaches GPU memory, memory that it can register, UCX's lanes."""
+        return self._paths.checks(path, probe)
 
     def prepare_thread(self, device: int = 0) -> None:
         """Make device ``device`` current on this thread, its context made.
@@ -196,22 +211,14 @@ def _segments(probe: bool) -> Check:
             "segments",
             Verdict.WARN,
             f"{named[0]} asks for expandable segments, which a NIC cannot register",
-            _FIXED_SEGMENTS,
+            FIXED_SEGMENTS,
         )
-    if probe and _has_expandable_segment():
+    if probe and expandable_segments():
         return Check(
-            "segments", Verdict.WARN, "torch holds expandable segments, which a NIC cannot register", _FIXED_SEGMENTS
+            "segments", Verdict.WARN, "torch holds expandable segments, which a NIC cannot register", FIXED_SEGMENTS
         )
     return Check("segments", Verdict.PASS, "the allocator's segments are fixed")
 
 
 def _expandable(settings: str) -> bool:
     return "expandable_segments:true" in settings.lower().replace(" ", "")
-
-
-def _has_expandable_segment() -> bool:
-    """Whether the allocator holds one now; a process can turn them on without the environment showing it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return False
-    return any(segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot())

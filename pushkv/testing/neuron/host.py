@@ -18,7 +18,7 @@ LIBRARIES = ("libcuda.so.1", "libcudart.so.12", "libhwloc.so.15", "libfabric.so.
 
 @dataclass
 class FakeHost:
-    """A host that is described under ``root``, an empty folder. Start from :meth:`trn2`."""
+    """A host that is described under ``root``, an empty folder. Start from :meth:`trn2` or :meth:`gpus`."""
 
     root: Path
     environ: dict[str, str] = field(default_factory=dict)
@@ -27,6 +27,8 @@ class FakeHost:
     libraries: set[str] = field(default_factory=lambda: set(LIBRARIES))
     nic_beside_the_chip: str = ""
     libnrt: Any = None
+    provided: dict[str, Any] = field(default_factory=dict)
+    """Libraries with functions of the test's own."""
     mapped: list[str] = field(default_factory=list)
     """Files that this process has mapped."""
 
@@ -40,6 +42,18 @@ class FakeHost:
             host.add_nic(f"rdmap{nic}s0", f"0000:{0xA0 + nic:02x}:1a.0")
         host.nic_beside_the_chip = "0000:a0:1a.0" if nics else ""
         host.environ.update(NEURON_RT_MAP_HBM="1", FI_EFA_USE_DEVICE_RDMA="1", FI_EFA_ENABLE_SHM_TRANSFER="0")
+        host.packages.update({"nixl-cu12": "1.5.1"})
+        host.show_maps(None)
+        return host
+
+    @classmethod
+    def gpus(cls, root: Path, nics: int = 0) -> FakeHost:
+        """A host with two NVIDIA GPUs and so many RDMA NICs of another maker than Amazon."""
+        host = cls(root)
+        host.add_nvidia_gpu()
+        host.add_pci("0000:02:00.0", NVIDIA, 0x2330, _GPU)
+        for nic in range(nics):
+            host.add_nic(f"mlx5_{nic}", f"0000:{0x50 + nic:02x}:00.0", vendor=0x15B3, device=0x1021)
         host.packages.update({"nixl-cu12": "1.5.1"})
         host.show_maps(None)
         return host
@@ -85,6 +99,8 @@ class FakeHost:
         """Open a library, as ctypes does. Raises OSError, as the loader words it."""
         if name == "libnrt.so.1" and self.libnrt is not None:
             return self.libnrt.library()
+        if name in self.provided:
+            return self.provided[name]
         if name in self.libraries:
             return object()
         if name.endswith("libplugin_LIBFABRIC.so"):

@@ -8,10 +8,11 @@ before a message gets here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pushkv.core.commands import AskProof, Command, Ended, Released, Send
+from pushkv.core.keeping import Keeping
 from pushkv.core.limits import Limits
 from pushkv.core.messages import (
     Ack,
@@ -26,7 +27,7 @@ from pushkv.core.messages import (
     TransferKey,
 )
 from pushkv.core.outcome import Outcome
-from pushkv.core.receiving import Held, Order, OrderAtRank, Pairing, Transfer, block_sets, random_nonce
+from pushkv.core.receiving import Order, OrderAtRank, Pairing, Transfer, block_sets, declined, random_nonce
 from pushkv.core.span import Coverage
 from pushkv.core.states import RECEIVING, TARGET, OutcomeEvent, Receiving, Target, TargetEvent, step
 from pushkv.core.timers import Timers
@@ -34,7 +35,7 @@ from pushkv.errors import ProtocolError
 
 
 @dataclass
-class ConsumerMachine:
+class ConsumerMachine(Keeping):
     """One consumer rank's side of every transfer it has open.
 
     ``counts`` tallies what was dropped and why.
@@ -46,11 +47,10 @@ class ConsumerMachine:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._transfers: dict[TransferKey, Transfer] = {}
+        super().__post_init__()
         self._pairings: dict[str, Pairing] = {}
         self._nonces: dict[bytes, tuple[TransferKey, str]] = {}
         self._newest: dict[tuple[str, str, str, int], TransferKey] = {}
-        self._held = Held()
         self._gone: set[str] = set()
         self._commands: list[Command] = []
 
@@ -72,52 +72,34 @@ class ConsumerMachine:
             if owed
         }
         transfer = Transfer(order, now + wait, ranks, blocks)
-        self._transfers[order.key] = transfer
         self._newest[order.key.base] = order.key
         self._held.take(blocks)
         self.timers.set(("deadline", order.key), transfer.deadline)
-        for peer, rank in ranks.items():
-            self._nonces[rank.nonce] = (order.key, peer)
-            self._pairings[peer].queue.append(order.key)
+        self._enter(transfer, now)
+
+    def decline(self, key: TransferKey, peers: Mapping[str, int], now: float) -> None:
+        """Tell these producer ranks that nothing of a transfer is wanted; ``peers`` maps each to its siblings.
+
+        It ends as cancelled, and is released when all have answered. The key is one that is not offered.
+        """
+        if key in self._transfers or key.base in self._newest:
+            raise ProtocolError(f"{key} is open and cannot be declined: cancel it")
+        ranks = {peer: siblings for peer, siblings in peers.items() if self._is_live(peer)}
+        self._commands.append(Ended(key, Outcome.CANCELLED, "declined"))
+        self._enter(declined(key, ranks, self.nonce, now), now)
+
+    def _enter(self, transfer: Transfer, now: float) -> None:
+        key = transfer.order.key
+        self._transfers[key] = transfer
+        for peer, rank in transfer.ranks.items():
+            self._nonces[rank.nonce] = (key, peer)
+            self._pairings[peer].queue.append(key)
             self._pump(peer, now)
-        self._settle(order.key, now)
+        self._settle(key, now)
 
     def cancel(self, key: TransferKey, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
         """End a transfer from this side. Its blocks come back by Released, once there is proof."""
         self._finish(key, outcome, detail or "cancelled by the engine", now)
-
-    def holds(self, key: TransferKey) -> bool:
-        """Whether the transfer's blocks are in custody."""
-        return key in self._transfers
-
-    def transfers(self) -> list[TransferKey]:
-        """The transfers whose blocks are in custody."""
-        return list(self._transfers)
-
-    @property
-    def quarantined(self) -> int:
-        """How many transfers wait for nothing but proof."""
-        done = (Target.ENDED, Target.QUARANTINED)
-        return sum(all(rank.custody in done for rank in one.ranks.values()) for one in self._transfers.values())
-
-    def custody(self) -> Counter[Target]:
-        """How many offers are in which custody."""
-        return Counter(rank.custody for transfer in self._transfers.values() for rank in transfer.ranks.values())
-
-    def held_blocks(self, state: Target | None = None) -> int:
-        """How many blocks are in custody over all groups; with ``state``, those of transfers with a rank in it."""
-        if state is None:
-            return len(self._held)
-        return sum(
-            sum(map(len, transfer.blocks))
-            for transfer in self._transfers.values()
-            if any(rank.custody is state for rank in transfer.ranks.values())
-        )
-
-    @property
-    def open_transfers(self) -> int:
-        """How many transfers have no outcome yet."""
-        return sum(transfer.state is Receiving.OPEN for transfer in self._transfers.values())
 
     # What the runtime tells
 
@@ -233,7 +215,11 @@ class ConsumerMachine:
             rank = transfer.ranks[peer]
             rank.floor, rank.sequence = pairing.floor, pairing.number(key)
             self._move(key, peer, TargetEvent.SEND)
-            self._send_offer(transfer, peer, now)
+            if transfer.declined:
+                self._move(key, peer, TargetEvent.STOP)
+                self._send_cancel(key, peer, now)
+            else:
+                self._send_offer(transfer, peer, now)
             if ("renew", peer) not in self.timers:
                 self.timers.set(("renew", peer), now + self.limits.renew)
 
@@ -242,6 +228,7 @@ class ConsumerMachine:
         offer = Offer(
             order.key, rank.sequence, rank.floor, rank.nonce, order.prompt, order.prompt_tokens, order.start,
             order.stop, order.into, max(0.0, transfer.deadline - now), self.limits.lease,
+            order.siblings.get(peer, 0),
         )  # fmt: skip
         self._say(peer, offer, rank.tries)
         self.timers.set(("resend", order.key, peer), now + self.limits.resend_wait(rank.tries))
@@ -250,8 +237,11 @@ class ConsumerMachine:
         transfer = self._transfers[key]
         rank = transfer.ranks[peer]
         outcome = transfer.outcome or Outcome.CANCELLED
-        self._say(peer, Cancel(key, rank.sequence, outcome), rank.tries)
+        self._say(peer, self._cancel(key, rank, peer, outcome), rank.tries)
         self.timers.set(("resend", key, peer), now + self.limits.resend_wait(rank.tries))
+
+    def _cancel(self, key: TransferKey, rank: OrderAtRank, peer: str, outcome: Outcome) -> Cancel:
+        return Cancel(key, rank.sequence, outcome, self._transfers[key].order.siblings.get(peer, 0))
 
     def _say(self, peer: str, message: Offer | Cancel | Renew, tries: int = 0) -> None:
         self._commands.append(Send(peer, message, insist=tries >= self.limits.insist_after))
@@ -284,7 +274,7 @@ class ConsumerMachine:
         if pairing.live:
             for key, rank in waiting:
                 outcome = self._transfers[key].outcome or Outcome.CANCELLED
-                self._say(peer, Cancel(key, rank.sequence, outcome))
+                self._say(peer, self._cancel(key, rank, peer, outcome))
         self.timers.set(("proof", peer), now + self.limits.ask_proof)
 
     def _quarantined(self, pairing: Pairing, peer: str) -> list[tuple[TransferKey, OrderAtRank]]:
@@ -359,6 +349,8 @@ class ConsumerMachine:
         for peer, rank in transfer.ranks.items():
             if peer == lost and rank.custody not in (Target.ENDED, Target.QUARANTINED):
                 self._move(key, peer, TargetEvent.LOSE)
+                if transfer.declined:
+                    self._move(key, peer, TargetEvent.PROVE)
             elif rank.custody is Target.QUEUED:
                 self._move(key, peer, TargetEvent.STOP)
             elif rank.custody is Target.OFFERED:

@@ -87,6 +87,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
     ``prompt`` is the digest of what the KV is computed from over ``prompt_tokens`` tokens; ``remaining`` is what
     is left of the consumer's deadline and ``lease`` how long the producer may start something unless renewed.
+    ``siblings`` is how many offers of this transfer the consumer's engine has for this producer rank, 0 if it does
+    not say.
     """
 
     key: TransferKey
@@ -100,14 +102,19 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     into: Blocks | Ring
     remaining: Seconds
     lease: Seconds
+    siblings: Small = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Consumer to producer: start nothing more for this offer; always answered, by Drained or by Failed."""
+    """Consumer to producer: start nothing more for this offer; always answered, by Drained or by Failed.
+
+    ``siblings`` as in the offer: a consumer that wants nothing sends this alone.
+    """
 
     key: TransferKey
     sequence: Count
     outcome: Outcome
+    siblings: Small = 0
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):

@@ -54,11 +54,12 @@ class ProducerMachine(Custodian):
     ) -> None:
         """Say that the KV of tokens 0 to ``ready`` of a prompt is in ``blocks``; again as more is computed.
 
-        ``siblings`` is how many consumers' transfers the stage waits for. Raises ProtocolError, and changes
-        nothing, where the numbers contradict each other or an earlier call, or too many prompts wait.
+        ``siblings`` is how many consumers' transfers the stage waits for, 0 for as many as their offers say.
+        ``deadline`` counts from the call that gives it, the limits' own from the first. Raises ProtocolError, and
+        changes nothing, where the numbers contradict each other or an earlier call, or too many prompts wait.
         """
         stage = Stage(transfer, prompt, prompt_tokens, siblings, blocks, ready)
-        if self._stages.put(stage):
+        if self._stages.put(stage) or deadline is not None:
             wait = self.limits.stage_deadline if deadline is None else deadline
             self.timers.set(("stage", transfer), now + wait)
         for serving in self._book.of(transfer):
@@ -273,7 +274,7 @@ class ProducerMachine(Custodian):
         if serving is None:
             if customer.may_start(cancel.sequence):
                 self._supersede(cancel.key, now)
-                self._stages.sibling_done(cancel.key, cancel.outcome)
+                self._stages.sibling_done(cancel.key, cancel.outcome, cancel.siblings)
             customer.bury(cancel.sequence)
             self._say(peer, Drained(cancel.key, cancel.sequence))
             self._settle_stage(cancel.key.transfer)

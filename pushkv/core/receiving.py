@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Order:
 
     ``owed`` says what each producer rank owes (from the copy template); ranks that owe nothing may be left out.
     ``prompt`` is the 32-byte digest over ``prompt_tokens`` tokens. ``deadline`` is in seconds from now, None for
-    the limits' own.
+    the limits' own. ``siblings`` is how many offers of this transfer this engine has for each producer rank.
     """
 
     key: TransferKey
@@ -33,6 +33,7 @@ class Order:
     stop: int
     owed: Mapping[str, tuple[Span, ...]]
     deadline: float | None = None
+    siblings: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,7 +51,10 @@ class OrderAtRank:
 
 @dataclass
 class Transfer:
-    """An order with its state; ``blocks`` are the block ids it holds, one set a cache group."""
+    """An order with its state; ``blocks`` are the block ids it holds, one set a cache group.
+
+    ``declined``: nothing was offered, and so no memory waits for anything.
+    """
 
     order: Order
     deadline: float
@@ -58,6 +62,7 @@ class Transfer:
     blocks: list[frozenset[int]]
     state: Receiving = Receiving.OPEN
     outcome: Outcome | None = None
+    declined: bool = False
 
 
 class Pairing:
@@ -146,6 +151,15 @@ def block_sets(into: Blocks | Ring) -> list[frozenset[int]]:
     if isinstance(into, Ring):
         return []
     return [frozenset(np.frombuffer(table.ids, "<i4").tolist()) for table in into.tables]
+
+
+def declined(
+    key: TransferKey, siblings: Mapping[str, int], nonce: Callable[[TransferKey, str], bytes], now: float
+) -> Transfer:
+    """A transfer that is over before it is offered: each of these producer ranks is to hear so."""
+    ranks = {peer: OrderAtRank(Coverage(()), nonce(key, peer)) for peer in siblings}
+    order = Order(key, Blocks(()), b"", 0, 0, 0, {}, siblings=siblings)
+    return Transfer(order, now, ranks, [], Receiving.OVER, Outcome.CANCELLED, declined=True)
 
 
 def random_nonce(_key: TransferKey, _peer: str) -> bytes:

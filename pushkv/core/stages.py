@@ -11,6 +11,8 @@ from pushkv.core.outcome import Outcome, worst
 from pushkv.errors import ProtocolError
 
 Base = tuple[str, str, str, int]
+End = tuple[int, Outcome]
+"""The attempt and the outcome of a sibling that has ended."""
 _REMEMBERED = 4096
 
 
@@ -37,7 +39,8 @@ class Stage:
     """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``.
 
     ``suspended`` while the engine wants its blocks back (preemption) and they are still read; ``blocks`` is None
-    once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended.
+    once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended. With 0
+    ``siblings`` the stage waits for as many as the offers say (``told``).
     """
 
     transfer: str
@@ -46,7 +49,8 @@ class Stage:
     siblings: int
     blocks: Blocks | None = None
     ready: int = 0
-    done: dict[Base, tuple[int, Outcome]] = field(default_factory=dict)
+    told: int = 0
+    done: dict[Base, End] = field(default_factory=dict)
     suspended: bool = False
     over: bool = False
 
@@ -75,7 +79,7 @@ class Stages:
         self._stages: dict[str, Stage] = {}
         # Siblings that ended before their prompt was staged, so that a stage for them need not wait out its
         # deadline. A hint only: no rule rests on it, so it may be evicted.
-        self._early: OrderedDict[Base, tuple[int, Outcome]] = OrderedDict()
+        self._early: OrderedDict[Base, tuple[End, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -100,15 +104,16 @@ class Stages:
             known.blocks, known.ready = stage.blocks, stage.ready
             return False
         self._stages[stage.transfer] = stage
-        early = [base for base in self._early if base[0] == stage.transfer]
-        stage.done.update({base: self._early.pop(base) for base in early})
+        for base in [base for base in self._early if base[0] == stage.transfer]:
+            stage.done[base], told = self._early.pop(base)
+            stage.told = max(stage.told, told)
         return True
 
     def _check(self, stage: Stage, known: Stage | None) -> None:
         name, ready = stage.transfer, stage.ready
         if not 0 <= ready <= stage.prompt_tokens:
             raise ProtocolError(f"{name} stages {ready} of {stage.prompt_tokens} tokens: stage at most the prompt")
-        if stage.siblings < 1:
+        if stage.siblings < 0:
             raise ProtocolError(f"{name} waits for {stage.siblings} siblings: wait for at least one")
         if known is None:
             if len(self._stages) >= self._limit:
@@ -128,14 +133,24 @@ class Stages:
         if stage is not None and stage.blocks is not None:
             stage.ready, stage.suspended = 0, True
 
-    def sibling_done(self, key: TransferKey, outcome: Outcome) -> None:
-        """One sibling has ended with this attempt. SUPERSEDED says that another follows, and that one counts."""
+    def sibling_done(self, key: TransferKey, outcome: Outcome, told: int) -> None:
+        """One sibling has ended with this attempt. SUPERSEDED says that another follows, and that one counts.
+
+        ``told`` is how many siblings there are by the consumer's word, 0 where it does not say.
+        """
         if outcome is Outcome.SUPERSEDED:
             return
         stage = self._stages.get(key.transfer)
-        done = self._early if stage is None else stage.done
-        if key.base not in done or done[key.base][0] <= key.attempt:
-            done[key.base] = (key.attempt, outcome)
+        if stage is None:
+            self._ended_early(key, outcome, told)
+            return
+        stage.told = max(stage.told, told, 1)
+        if key.base not in stage.done or stage.done[key.base][0] <= key.attempt:
+            stage.done[key.base] = (key.attempt, outcome)
+
+    def _ended_early(self, key: TransferKey, outcome: Outcome, told: int) -> None:
+        if key.base not in self._early or self._early[key.base][0][0] <= key.attempt:
+            self._early[key.base] = ((key.attempt, outcome), max(told, 1))
         if len(self._early) > _REMEMBERED:
             self._early.popitem(last=False)
 
@@ -159,7 +174,7 @@ class Stages:
         stage = self._stages.get(transfer)
         if stage is None:
             return False
-        if len(stage.done) >= stage.siblings and not wanted:
+        if stage.done and len(stage.done) >= (stage.siblings or stage.told) and not wanted:
             self.end(stage, worst(outcome for _, outcome in stage.done.values()))
         if reading or not (stage.over or stage.suspended):
             return False

@@ -13,8 +13,10 @@ from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, Ended, Released
 from pushkv.core.consumer import ConsumerMachine
+from pushkv.core.geometry import Geometry
 from pushkv.core.messages import TransferKey
 from pushkv.core.outcome import Outcome
+from pushkv.core.prompt import DIGEST_BYTES
 from pushkv.core.receiving import Order
 from pushkv.core.template import uncovered
 from pushkv.errors import AddressError, GeometryError, HandshakeError, ProtocolError
@@ -89,6 +91,9 @@ class Transfer(Ending):
 class Consumer(Endpoint[Consuming]):
     """Receives KV: :meth:`connect` to a prefill engine, then :meth:`offer` blocks while it still computes.
 
+    ``fellows`` are the geometries of the other ranks of this engine: with them each producer rank is told how many
+    offers it will get (``Producer.stage(siblings=None)``), and one that none of them needs hears that from rank 0.
+
     Raises ConfigError, TransportUnavailable and TransportError when it cannot start.
     """
 
@@ -101,7 +106,9 @@ class Consumer(Endpoint[Consuming]):
         *,
         transport: TransportFactory | None = None,
         trace: Trace | None = None,
+        fellows: Sequence[Geometry] = (),
     ) -> None:
+        self._fellows = tuple(fellows)
         self._transfers: dict[TransferKey, Transfer] = {}
         self._wanted: dict[str, Address] = {}
         self._redial_at: dict[str, tuple[float, float]] = {}
@@ -139,6 +146,23 @@ class Consumer(Endpoint[Consuming]):
         self._wanted.update({dial.route: dial.address for dial in dials})
         return link
 
+    def connect_engine(self, address: str, timeout: float | None = None) -> Link:
+        """Connect to all ranks of the prefill engine that has a rank at ``address``; otherwise as :meth:`connect`.
+
+        That rank tells where the others are (``Producer.introduce``); one that does not is all there is.
+        """
+        wait = self.config.connect_timeout if timeout is None else timeout
+        deadline = time.monotonic() + wait
+        self._check_open()
+        life = self._life
+        dial = self._dial(life, parse_dialled(address))
+        try:
+            _finished(dial, deadline, wait)
+        finally:
+            life.submit(partial(_give_up, dial))
+        ranks = dial.pair.fellows if dial.pair is not None else ()
+        return self.connect(ranks or address, max(0.1, deadline - time.monotonic()))
+
     def disconnect(self, link: Link) -> None:
         """Stop looking for the ranks of a link that are away; what is open goes on."""
         for route in link.routes:
@@ -159,15 +183,17 @@ class Consumer(Endpoint[Consuming]):
         prompt_tokens: int,
         start: int = 0,
         stop: int | None = None,
-        first_block: int = 0,
+        first_block: int | Sequence[int] = 0,
         sibling: int = 0,
+        siblings: int = 1,
         attempt: int = 0,
         deadline: float | None = None,
     ) -> Transfer:
         """Offer blocks for tokens ``start`` to ``stop`` (by default all) of a prompt; returns at once.
 
         ``transfer`` is the id that both engines were given for this dispatch of the request. ``blocks`` are ids of
-        the prompt's blocks from number ``first_block`` on, one list for a cache of one group, else one a group.
+        the prompt's blocks from number ``first_block`` on, one list for a cache of one group, else one a group
+        (``first_block`` may be one a group, too). ``sibling`` of ``siblings`` is which of a request with n > 1 it is.
         A retry counts ``attempt`` up and takes other blocks, or waits for the first one's release. ``deadline`` in
         seconds from now bounds everything. Raises GeometryError for block ids or tokens out of range, and
         ProtocolError for an attempt that is open already and for an id, digest, deadline or number that cannot be.
@@ -179,7 +205,7 @@ class Consumer(Endpoint[Consuming]):
         stop = prompt_tokens if stop is None else whole(f"{transfer}'s stop", stop, -MOST)
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
-        into = pack_blocks(self.cache, blocks, whole(f"{transfer}'s first_block", first_block))
+        into = pack_blocks(self.cache, blocks, first_block, transfer)
         check_tables(into, start, stop)
         life = self._life
         sibling, attempt = whole(f"{transfer}'s sibling", sibling), whole(f"{transfer}'s attempt", attempt)
@@ -195,9 +221,46 @@ class Consumer(Endpoint[Consuming]):
         def make() -> Order:
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
-            return Order(key, into, prompt, prompt_tokens, start, stop, owed, deadline)
+            told = {pair.agent: siblings * pair.readers(self._fellows) for pair in pairs}
+            return Order(key, into, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
+        if any(pair.readers(self._fellows) == 0 for pair in link.pairs):
+            self._decline(link, transfer, sibling, siblings, attempt, idle=True)
+        return handle
+
+    def decline(
+        self, transfer: str, link: Link, *, sibling: int = 0, siblings: int = 1, attempt: int = 0
+    ) -> Transfer | None:
+        """Tell the producer that nothing of a transfer is wanted, so that its stage may end; returns at once.
+
+        For a request that has all of its KV already, or ended before it was offered. The transfer ends as cancelled.
+        Raises ProtocolError for an id or number that cannot be.
+        """
+        self._check_open()
+        check_request(transfer, bytes(DIGEST_BYTES), None)
+        return self._decline(link, transfer, sibling, siblings, attempt, idle=False)
+
+    def _decline(
+        self, link: Link, transfer: str, sibling: int, siblings: int, attempt: int, *, idle: bool
+    ) -> Transfer | None:
+        """``idle``: for the ranks that write to none of this engine's. Numbered from the top, apart from offers."""
+        life = self._life
+        key = TransferKey(transfer, self.config.engine, life.epoch, MOST - sibling, attempt)
+        if key in self._transfers or (idle and self.config.rank > 0):
+            return None
+        handle = self._transfers[key] = Transfer(key)
+
+        def told() -> dict[str, int]:
+            readers = {pair.agent: pair.readers(self._fellows) for pair in link.pairs}
+            mine = {pair.agent for pair in link.pairs if pair.template.writes}
+            return {
+                agent: siblings * max(1, count)
+                for agent, count in readers.items()
+                if (count == 0 and self.config.rank == 0) or (agent in mine and not idle)
+            }
+
+        life.submit(lambda side: side.decline(key, told))
         return handle
 
     def _crowded(self) -> str:

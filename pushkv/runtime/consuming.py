@@ -206,7 +206,7 @@ class Consuming(Side):
             self.add(pair)
         self.adopt(pair, welcome.token)
         pair.moved = False
-        pair.route, pair.theirs, pair.template = route, theirs, template
+        pair.route, pair.theirs, pair.template, pair.fellows = route, theirs, template, welcome.fellows
         self.linked[route] = pair
         self._lose_earlier_epochs(pair)
         self.back(pair)
@@ -252,6 +252,14 @@ class Consuming(Side):
         self.machine.connected(pair.agent, now)
 
     # Transfers
+
+    def decline(self, key: TransferKey, siblings: Callable[[], dict[str, int]]) -> None:
+        """Have producers hear that nothing of a transfer is wanted, where they can be told."""
+        try:
+            self.machine.decline(key, siblings(), self.shared.clock())
+        except PushKVError as error:
+            self._refuse(key, [], _refusal(error), str(error))
+        self.run_commands()
 
     def offer(self, key: TransferKey, into: Blocks, make: Callable[[], Order]) -> None:
         """Offer blocks; an order that cannot be taken ends at once and touches nothing else."""

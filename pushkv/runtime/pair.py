@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pushkv.core.geometry import Geometry
 from pushkv.core.memory import Region
 from pushkv.core.template import PairTemplate
 from pushkv.runtime import wire
@@ -40,11 +42,22 @@ class Pair:
     """The way to the peer is gone, so that only a new handshake brings it back."""
     former: tuple[bytes, ...] = ()
     coming: bytes = b""
+    fellows: tuple[str, ...] = ()
+    """The addresses of all ranks of the other side's engine, where it has told them."""
+    _readers: tuple[PairTemplate, int] | None = None
 
     @property
     def tokens(self) -> tuple[bytes, ...]:
         """All tokens that are good for this pair."""
         return (self.token, *self.former, *([self.coming] if self.coming else []))
+
+    def readers(self, fellows: Sequence[Geometry]) -> int:
+        """To how many ranks of our engine this producer rank writes: this one, and those with these geometries."""
+        if self._readers is None or self._readers[0] is not self.template:
+            source = self.template.source
+            count = self.template.writes + sum(PairTemplate(source, one).writes for one in fellows)
+            self._readers = self.template, count
+        return self._readers[1]
 
     @property
     def agent(self) -> str:

@@ -65,6 +65,8 @@ class Shared:
     stats: Counter[str] = field(default_factory=Counter)
     clock: Callable[[], float] = time.monotonic
     """Seconds; a test may have time pass as it likes."""
+    fellows: list[str] = field(default_factory=list)
+    """The addresses of all ranks of this engine, for peers who know one of them; one list for all lives."""
 
 
 class Peering(Work):

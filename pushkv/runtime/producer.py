@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from pushkv.backends.base import Fence
 from pushkv.cache import KVCache
@@ -65,7 +66,7 @@ class Producer(Endpoint[Producing]):
         prompt: bytes,
         prompt_tokens: int,
         ready: int | None = None,
-        siblings: int = 1,
+        siblings: int | None = 1,
         deadline: float | None = None,
         fence: Fence | None = None,
     ) -> Ending:
@@ -75,7 +76,9 @@ class Producer(Endpoint[Producing]):
         whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
         ``siblings`` is after how many offers served the stage ends: one for each consumer rank that this rank writes
         to (:func:`pushkv.core.template.writers` tells which those are), times the n of a request with n > 1. A rank
-        that writes to none, as another has the same heads and does, need not stage.
+        that writes to none, as another has the same heads and does, need not stage. With None the stage waits for as
+        many as the offers say (``Consumer(fellows=...)``). ``deadline`` in seconds from this call is how long the
+        stage waits for offers, by default the limits' own from the first call.
         Nothing is read before ``fence`` has passed; by default that is the memory backend's, made now on the
         calling thread. The blocks stay as they are until the returned ending is released.
         A stage that has ended is returned as it is, and nothing more is read for it, as long as its blocks are still
@@ -91,7 +94,7 @@ class Producer(Endpoint[Producing]):
         packed = pack_blocks(self.cache, blocks)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
         ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
-        siblings = whole(f"{transfer}'s siblings", siblings, 1)
+        siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer) or self._untold_end(transfer)
         if ending is None:
@@ -101,6 +104,10 @@ class Producer(Endpoint[Producing]):
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending)
         self._submit(lambda side: side.stage(call))
         return ending
+
+    def introduce(self, addresses: Sequence[str]) -> None:
+        """Tell consumers that connect to this rank where all ranks of the engine are, in the order of ranks."""
+        self._shared.fellows[:] = addresses
 
     def _untold_end(self, transfer: str) -> Ending | None:
         ending, _ = self._untold.get(transfer, (None, None))

@@ -86,7 +86,9 @@ class Producing(Posting):
         pair.route = route
         assert self.me is not None
         version = wire.common_version((self.me.oldest, self.me.newest), (pair.theirs.oldest, pair.theirs.newest))
-        self.shared.control.send(route, wire.Welcome(introduction.token, version, self.me))
+        self.shared.control.send(
+            route, wire.Welcome(introduction.token, version, self.me, tuple(self.shared.fellows))
+        )
         self._warm_up(pair, introduction.token)
         self.run_commands()
 

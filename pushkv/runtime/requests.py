@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,19 @@ MOST = 2**31 - 1
 """The largest number of tokens, blocks, siblings or attempts, as messages hold it."""
 
 
-def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
+def pack_blocks(cache: KVCache, blocks: object, first: int | Sequence[int] = 0, whose: str = "a request") -> Blocks:
     """Block ids as a message holds them: one list for a cache of one group, or one a group.
 
-    ``first`` is the logical block (in the request) of the first id. Raises GeometryError for ids out of range.
+    ``first`` is the logical block (in the request) of the first id, or of each group's first. Raises GeometryError
+    for ids out of range, and ProtocolError for a ``first`` that cannot be.
     """
     groups = cache.geometry.groups
     lists = [blocks] if len(groups) == 1 and not _nested(blocks) else _listed(blocks)
     if len(lists) != len(groups):
         raise GeometryError(f"{len(lists)} block tables were given for {len(groups)} cache groups; give one a group.")
+    firsts = tuple(first) if isinstance(first, Sequence) else (first,) * len(groups)
+    if len(firsts) != len(groups):
+        raise GeometryError(f"{len(firsts)} first blocks are given for {len(groups)} cache groups; give one a group.")
     tables = []
     for number, (ids, group) in enumerate(zip(lists, groups, strict=True)):
         array = _ids(ids)
@@ -34,7 +39,8 @@ def pack_blocks(cache: KVCache, blocks: object, first: int = 0) -> Blocks:
             raise GeometryError(
                 f"Group {number} is given blocks {int(array.min())} to {int(array.max())}; it has {group.blocks}."
             )
-        tables.append(Table(first, array.astype("<i4").tobytes()))
+        start = whole(f"{whose}'s first_block", firsts[number])
+        tables.append(Table(start, array.astype("<i4").tobytes()))
     return Blocks(tuple(tables))
 
 

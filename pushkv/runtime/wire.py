@@ -44,11 +44,15 @@ class Introduction(msgspec.Struct, frozen=True, tag="introduction"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Producer to consumer: we are connected, in this protocol version."""
+    """Producer to consumer: we are connected, in this protocol version.
+
+    ``fellows`` are the addresses of all ranks of the producer's engine, empty where it does not know them.
+    """
 
     token: _Token
     version: Small
     side: Side
+    fellows: Annotated[tuple[Name, ...], Meta(max_length=65536)] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

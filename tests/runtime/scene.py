@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pushkv import Consumer, EndpointConfig, KVCache, Limits, Link, Producer, Transfer, prompt_digest
+from pushkv.core.geometry import Geometry
 from pushkv.core.layouts import Shard
 from pushkv.runtime.ending import Ending
 from pushkv.transport.base import Transport
@@ -108,8 +109,11 @@ class Scene:
         self.endpoints.append(producer)
         return producer
 
-    def consumer(self, engine: str = "d", cache: KVCache | None = None, **settings: Any) -> Consumer:
-        consumer = Consumer(self._config(engine, settings), cache or cache_of(memory_of()), transport=self.transport)
+    def consumer(
+        self, engine: str = "d", cache: KVCache | None = None, fellows: Sequence[Geometry] = (), **settings: Any
+    ) -> Consumer:
+        cache = cache or cache_of(memory_of())
+        consumer = Consumer(self._config(engine, settings), cache, transport=self.transport, fellows=fellows)
         self.endpoints.append(consumer)
         return consumer
 

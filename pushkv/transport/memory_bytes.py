@@ -47,6 +47,8 @@ class Copy:
     target: U64
     length: U64
     held: list[bytes] | None = None
+    corrupt: int | None = None
+    """Which of its bytes lands as another."""
 
     @property
     def bytes(self) -> int:
@@ -65,7 +67,17 @@ class Copy:
         for i in inside:
             source = int(self.source[i]) if self.held is None else self.held[i]
             ctypes.memmove(int(self.target[i]), source, int(self.length[i]))
+        self._corrupt(inside)
         return int(self.length[inside].sum())
+
+    def _corrupt(self, landed: NDArray[np.intp]) -> None:
+        if self.corrupt is None:
+            return
+        ends = np.cumsum(self.length)
+        i = int(np.searchsorted(ends, self.corrupt, side="right"))
+        if i in landed:
+            within = self.corrupt - int(ends[i]) + int(self.length[i])
+            ctypes.c_ubyte.from_address(int(self.target[i]) + within).value ^= 1 << self.corrupt % 8
 
 
 @dataclass(eq=False)

@@ -35,11 +35,13 @@ class Faults:
     """A WRITE stays in progress until :meth:`Network.release`."""
     fail: float = 0.0
     """A WRITE ends with an error while its bytes are under way."""
+    corrupt: float = 0.0
+    """One byte of a WRITE lands as another."""
     delay: tuple[float, float] = (0.0, 0.0)
     late: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:5]:
+        for field in fields(self)[:6]:
             chance = getattr(self, field.name)
             if not 0.0 <= chance <= 1.0:
                 raise ConfigError(f"Faults.{field.name} is {chance}; a probability lies between 0 and 1.")

@@ -66,6 +66,8 @@ class Network:
         self._detection = detection
         self._proofs = proofs
         self._random = random.Random(seed)
+        self._corruption = random.Random(f"corrupt {seed}")
+        """Drawn from apart, so that runs without this fault are what they were before there was one."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stations: dict[str, Station] = {}
@@ -307,12 +309,19 @@ class Network:
     def _send_off(self, write: Write) -> None:
         stalled, fails = self._chance(self.faults.stall), self._chance(self.faults.fail)
         arrivals = [self._arrival() for _ in write.copies]
+        if self._corruption.random() < self.faults.corrupt:
+            self._spoil(write)
         if fails:
             failed_at = self._arrival()
             self._fail_later(write, failed_at)
             arrivals = [failed_at + self._random.uniform(0.0, self.faults.late) for _ in write.copies]
         for copy, at in zip(list(write.copies), arrivals, strict=True):
             self._schedule(at, self._landing(copy, stalled=stalled))
+
+    def _spoil(self, write: Write) -> None:
+        if copies := [copy for copy in write.copies if copy.bytes]:
+            copy = self._corruption.choice(copies)
+            copy.corrupt = self._corruption.randrange(copy.bytes)
 
     def _landing(self, copy: Copy, *, stalled: bool = False) -> _Event:
         link = (copy.write.source.agent, copy.write.target.agent)

@@ -363,7 +363,59 @@ def test_two_threads_push_through_an_immediate_network() -> None:
     np.testing.assert_array_equal(source, target)
 
 
+class TestCorruption:
+    def corrupted(self, seed: int, faults: Faults, count: int = 8) -> list[tuple[int, int]]:
+        """Where bytes differ after some WRITEs, and in which bits."""
+        network = Network(seed=seed, faults=faults)
+        pair = make(network)
+        for i in range(count):
+            write(pair, offset=i * 4096)
+            network.settle()
+            assert [r.status for r in pair.producer.transport.poll()] == [WriteStatus.DONE], "nobody is told"
+        differing = pair.producer.memory[: count * 4096] ^ pair.consumer.memory[: count * 4096]
+        where = np.flatnonzero(differing)
+        return list(zip(where.tolist(), differing[where].tolist(), strict=True))
+
+    def test_one_bit_of_a_write_lands_as_another(self) -> None:
+        found = self.corrupted(1, Faults(corrupt=1.0))
+        assert [where // 4096 for where, _ in found] == list(range(8))
+        assert all(bits.bit_count() == 1 for _, bits in found)
+        assert len({where % 4096 for where, _ in found}) > 1
+        assert self.corrupted(1, Faults(corrupt=1.0)) == found
+        assert self.corrupted(2, Faults(corrupt=1.0)) != found
+
+    def test_it_is_as_frequent_as_asked_for(self) -> None:
+        assert self.corrupted(3, Faults()) == []
+        assert 0 < len(self.corrupted(3, Faults(corrupt=0.5), 32)) < 32
+
+    def test_writes_of_no_bytes_pass(self) -> None:
+        network = Network(faults=Faults(corrupt=1.0))
+        pair = make(network)
+        write(pair, length=0)
+        network.settle()
+        assert landed(pair) == 0
+
+    def test_nothing_outside_registered_memory_is_changed(self) -> None:
+        """The target closes before the bytes come."""
+        network = Network(faults=Faults(corrupt=1.0, delay=(1.0, 1.0)))
+        pair = make(network)
+        write(pair)
+        pair.consumer.transport.close()
+        network.settle()
+        assert landed(pair) == 0
+
+    def test_it_moves_no_other_fault(self) -> None:
+        """Runs of one seed are what they are without it, but for the bytes."""
+        faults = {"drop": 0.3, "duplicate": 0.3, "reorder": 0.5, "fail": 0.2, "delay": (0.0, 0.05)}
+        plain, spoilt = story(5, Faults(**faults)), story(5, Faults(**faults, corrupt=0.5))
+        assert [told for told in plain if not isinstance(told, int)] == [
+            told for told in spoilt if not isinstance(told, int)
+        ]
+
+
 def test_wrong_faults_are_refused() -> None:
+    with pytest.raises(ConfigError, match="corrupt"):
+        Faults(corrupt=-0.1)
     with pytest.raises(ConfigError, match="drop"):
         Faults(drop=1.5)
     with pytest.raises(ConfigError, match="delay"):

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pushkv.backends.rows import Runs
 from pushkv.core.memory import Region
@@ -198,6 +199,14 @@ class MemoryBackend(ABC):
     def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
         """What gathers from and scatters to these regions, which ``arrays`` lie in. Raises BackendError."""
         raise BackendError(f"the {self.name} backend cannot gather and scatter; set landing='direct'")
+
+    def to_host(self, slot: Any) -> NDArray[np.uint8]:
+        """The bytes of (a part of) a slot in host memory; called when the gather into it has passed its fence.
+
+        Whatever is done to the slot afterwards may show in them. Raises BackendError.
+        """
+        host: NDArray[np.uint8] = slot.cpu().numpy() if is_tensor(slot) else slot
+        return host
 
     def close(self) -> None:  # noqa: B027  # most backends hold nothing
         """Release what the backend holds. Idempotent."""

@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pushkv.backends.base import (
     ArrayDescription,
     Check,
@@ -48,6 +51,8 @@ class CudaBackend(MemoryBackend):
 
     def __init__(self, machine: Machine | None = None) -> None:
         self._paths = CudaPaths(machine or Machine())
+        self._copying: dict[Any, Any] = {}
+        """Streams for copies to the host, by device."""
 
     def describe(self, array: object) -> ArrayDescription:
         """Describe a torch tensor on a CUDA device through its storage."""
@@ -87,6 +92,13 @@ class CudaBackend(MemoryBackend):
         device = regions[0].device if regions else 0
         stream = torch.cuda.Stream(device=device)
         return TorchPacker(regions, arrays, lambda: CudaFence(stream), lambda: _on_stream(stream))
+
+    def to_host(self, slot: Any) -> NDArray[np.uint8]:
+        """Copied on a stream of its own, so that it does not wait for the engine's work."""
+        if slot.device not in self._copying:
+            self._copying[slot.device] = _torch().cuda.Stream(device=slot.device)
+        with _on_stream(self._copying[slot.device]):
+            return super().to_host(slot)
 
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Look for torch, a driver and the allocator's settings; with ``probe`` torch's word on devices counts."""

@@ -222,6 +222,18 @@ def test_closing_twice_must_be_possible() -> None:
     assert_caught(ClosesOnce, lambda subject: subject.test_closing_twice_is_closing_once())
 
 
+class ForgetsTheSlot(LateBackend):
+    def to_host(self, slot: Any) -> NDArray[np.uint8]:
+        return np.zeros(len(slot), np.uint8)
+
+
+def test_other_bytes_than_a_slots_are_caught() -> None:
+    assert_caught(
+        ForgetsTheSlot,
+        lambda one: one.test_what_was_gathered_can_be_had_on_the_host(one.make_backend(), "several lengths"),
+    )
+
+
 def assert_caught(mutant: type[LateBackend], check: Callable[[LateHost], object]) -> None:
     """The check passes for the sound backend and fails for the mutant."""
     for kind, caught in ((LateBackend, False), (mutant, True)):

@@ -6,7 +6,9 @@ No GPU is used here. What the stand-in cannot show is in test_backend_cuda_devic
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,8 @@ from pushkv.backends.base import Verdict
 from pushkv.backends.cuda import CudaBackend
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
+
+Device = namedtuple("Device", "type index")
 
 
 class FakeTensor:
@@ -182,6 +186,33 @@ class TestPrepareThread:
     def test_a_device_that_is_not_there_is_named(self, torch: Any) -> None:
         with pytest.raises(BackendError, match="CUDA device 7 cannot be made current: CUDA error: invalid device"):
             BACKEND.prepare_thread(7)
+
+
+class TestSlots:
+    def test_they_are_copied_to_the_host_on_a_stream_of_their_own(self, torch: Any) -> None:
+        """Made once a device. The current stream is where the engine's work is, and its copy would wait for that."""
+        current: list[Any] = []
+
+        class Slot(FakeTensor):
+            def cpu(self) -> Any:
+                assert current, "on the engine's stream"
+                return SimpleNamespace(numpy=lambda: np.arange(4, dtype=np.uint8))
+
+        @contextmanager
+        def use(stream: Any) -> Iterator[None]:
+            current.append(stream)
+            yield
+            current.remove(stream)
+
+        made: list[Any] = []
+        torch.cuda.Stream = lambda device: made.append(device) or FakeStream(device)
+        torch.cuda.stream = use
+        torch.Tensor = Slot
+        Slot.device = Device("cuda", 1)
+        backend = CudaBackend()
+        for _ in range(2):
+            assert backend.to_host(Slot()).tolist() == [0, 1, 2, 3]
+        assert made == [Device("cuda", 1)]
 
 
 class TestCheck:

@@ -121,3 +121,10 @@ def test_expandable_segments_are_seen_without_the_environment() -> None:
         [sys.executable, "-c", EXPANDABLE], env=settings, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "['warning']", done.stderr
+
+
+def test_slots_come_to_the_host() -> None:
+    slot = BACKEND.allocate(1 << 16)
+    slot.copy_(torch.arange(1 << 16, device="cuda") % 251)
+    torch.cuda.synchronize()
+    assert BACKEND.to_host(slot[7:5000]).tolist() == [number % 251 for number in range(7, 5000)]

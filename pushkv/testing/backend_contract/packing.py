@@ -81,6 +81,13 @@ class PackingContract(BackendSubject):
         assert self._slot_bytes(bench, len(wanted)) == wanted
 
     @pytest.mark.parametrize("name", RUNS)
+    def test_what_was_gathered_can_be_had_on_the_host(self, backend: MemoryBackend, name: str) -> None:
+        bench, rows = self.make_bench(backend), RUNS[name]
+        bench.packer.gather(runs_of(rows), bench.slot).wait()
+        wanted = b"".join(bench.values[region][at : at + length].tobytes() for region, at, length in rows)
+        assert backend.to_host(bench.slot[: len(wanted)]).tobytes() == wanted
+
+    @pytest.mark.parametrize("name", RUNS)
     def test_scatter_unpacks_them_and_touches_nothing_else(self, backend: MemoryBackend, name: str) -> None:
         bench, rows = self.make_bench(backend), RUNS[name]
         packed = np.random.default_rng(3).integers(1, 256, SLOT, np.uint8)

@@ -55,6 +55,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     machine alone, unless ``listen_to_the_network_without_a_key`` is set. ``allow`` narrows, to addresses or networks,
     who may connect.
 
+    ``verify="checksum"``: the producer sends a digest (CRC-32) of the bytes it WRITEs, and the consumer takes one of
+    what has arrived; where they differ the transfer fails. Both sides must say the same.
+
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
@@ -74,6 +77,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_file: str = ""
     allow: tuple[str, ...] = ()
     listen_to_the_network_without_a_key: bool = False
+    verify: Literal["off", "checksum"] = "off"
     quarantine_limit: float = 0.1
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
@@ -86,6 +90,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, ("nixl", "memory"))
+        _one_of("verify", self.verify, ("off", "checksum"))
         _check_types(self)
         if not self.engine.isprintable() or not 0 < len(self.engine) <= 200:
             raise ConfigError(f"engine is {self.engine!r:.80}; give a name of 1 to 200 characters.")

@@ -32,6 +32,7 @@ Small = Annotated[int, Meta(ge=0, lt=2**31)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Sum = Annotated[bytes, Meta(min_length=4, max_length=64)]
 Spans = Annotated[tuple[Span, ...], Meta(max_length=4096)]
 
 
@@ -169,7 +170,8 @@ class Drained(msgspec.Struct, frozen=True, array_like=True, tag="drained"):
 class Complete(msgspec.Struct, frozen=True, array_like=True, tag="complete"):
     """Rides on each WRITE as its notification: these spans have landed.
 
-    ``whole`` comes with the last part and says what all parts together cover.
+    ``whole`` comes with the last part and says what all parts together cover. ``digest`` is that of the part's source
+    bytes in the order of :mod:`pushkv.core.digest`, where the two sides have agreed to verify them.
     """
 
     nonce: Nonce
@@ -179,6 +181,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True, tag="complete"):
     spans: Spans
     whole: Spans | None = None
     credit: Credit | None = None
+    digest: Sum | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

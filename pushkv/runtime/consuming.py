@@ -41,7 +41,8 @@ from pushkv.runtime import wire
 from pushkv.runtime.address import Address, url
 from pushkv.runtime.control import Route
 from pushkv.runtime.pair import Pair
-from pushkv.runtime.side import Shared, Side
+from pushkv.runtime.side import Shared
+from pushkv.runtime.verifying import Verifying
 from pushkv.trace import now as trace_now
 from pushkv.transport.host import ProcessWatch
 
@@ -93,14 +94,13 @@ def _refusal(error: Exception) -> Outcome:
     return Outcome.SUPERSEDED if isinstance(error, ProtocolError) else Outcome.REJECTED_GEOMETRY
 
 
-class Consuming(Side):
+class Consuming(Verifying):
     """The consumer's side."""
 
     accepts = (Ack, Complete, Drained, Failed, Ready)
 
     def __init__(self, shared: Shared, machine: ConsumerMachine) -> None:
         super().__init__(shared, machine)
-        self.machine = machine
         self.dials: dict[bytes, Dial] = {}
         self.linked: dict[str, Pair] = {}
         """The present pair of each producer, by route; also read by other threads."""
@@ -115,6 +115,7 @@ class Consuming(Side):
 
     def ground(self, detail: str, now: float) -> None:
         """Without a data mover no arrival is heard: end what is open and drain over the control connections."""
+        self.forget_looks()
         self.end_open(Outcome.TRANSPORT_ERROR, detail)
         for dial in self.dials.values():
             dial.fail(TransportError(detail))
@@ -195,6 +196,7 @@ class Consuming(Side):
         assert me is not None
         if not OLDEST_VERSION <= welcome.version <= VERSION:
             raise HandshakeError(f"{route} answers in protocol version {welcome.version}; upgrade the older side")
+        wire.check_verify(me, theirs)
         theirs.geometry.check(theirs.regions)
         if differing := differences(theirs.factors, me.factors):
             raise HandshakeError(f"the two caches differ (theirs against ours) in {'; '.join(differing)}")
@@ -291,6 +293,7 @@ class Consuming(Side):
 
     def _released(self, key: TransferKey) -> None:
         self._blocks.pop(key, None)
+        self.forget_offers(key)
         for refused, others in list(self._refused.items()):
             others.discard(key)
             if not others:
@@ -314,11 +317,15 @@ class Consuming(Side):
             trace = self.shared.trace
             trace.instant("arrival", "transfers", str(key), part=message.part)
             trace.flow_end("KV", "transfers", f"{message.nonce.hex()}.{message.part}")
-        self.machine.receive(pair.agent, message, now)
+        if isinstance(message, Complete):
+            self.part(pair, message, now)
+        else:
+            self.machine.receive(pair.agent, message, now)
 
     def execute(self, command: Command, now: float) -> None:
         """As for every side, with the trace and the outcomes counted."""
         if isinstance(command, Send) and isinstance(command.message, Offer):
+            self.note_offer(command.peer, command.message)
             self._trace_offer(command.message)
         elif isinstance(command, Ended):
             self.shared.stats[f"transfers {command.outcome.value}"] += 1

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pushkv.core.geometry import Geometry
+from pushkv.core.geometry import BlockTable, Geometry
 from pushkv.core.memory import Region
+from pushkv.core.messages import Blocks
 from pushkv.core.template import PairTemplate
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
@@ -75,3 +76,8 @@ def addresses(
     """The absolute addresses of offsets into regions."""
     bases = np.fromiter((one.address for one in regions), np.uint64, len(regions))
     return np.asarray(bases[region] + offset.astype(np.uint64), np.uint64)
+
+
+def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
+    """A message's block tables as the planner takes them."""
+    return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)

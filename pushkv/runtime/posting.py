@@ -2,7 +2,8 @@
 
 A large WRITE goes out in slices, each sized so that handing it over takes about :data:`SLICE_SECONDS`, with a look at
 everything else in between; over some transports handing over is copying, and the thread would be away for all
-of it. The notification rides on the last slice, which is posted when the others have ended.
+of it. The notification rides on the last slice, which is posted when the others have ended and, where it is to carry
+a digest of the source bytes, when that has been worked out: a slice's time of it a look, beside the posting.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.core.commands import Post
 from pushkv.core.copies import CopyPlan
-from pushkv.core.geometry import BlockTable
+from pushkv.core.digest import plan_span, source_bytes
 from pushkv.core.memory import Region
 from pushkv.core.messages import Blocks, TransferKey, encode
 from pushkv.core.outcome import Outcome
 from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
 from pushkv.errors import PeerLost, PushKVError, TransportError
-from pushkv.runtime.pair import Pair, addresses
+from pushkv.runtime.digest import Digest
+from pushkv.runtime.pair import Pair, addresses, tables
 from pushkv.runtime.peering import Shared
 from pushkv.runtime.staging import Staging
 from pushkv.trace import now as trace_now
@@ -66,6 +69,8 @@ class Write:
     plan: CopyPlan
     notification: bytes
     posted_ns: int
+    digest: Digest | None = None
+    """That of its source bytes, where the notification is to carry it."""
     at: int = 0
     """How many pieces have been handed over."""
     flying: set[int] = field(default_factory=set)
@@ -92,15 +97,21 @@ class Write:
         most = int(np.searchsorted(self.ends, done + budget.bytes, side="right"))
         return min(max(most, self.at + 1), self.at + budget.pieces, len(self.ends))
 
+    @property
+    def hashing(self) -> bool:
+        """Whether its digest is still to be worked out."""
+        return self.digest is not None and not self.digest.done
+
+    def sealed(self) -> bytes:
+        """The notification, with the digest where there is one."""
+        if self.digest is None:
+            return self.notification
+        return encode(self.pair.token, msgspec.structs.replace(self.post.complete, digest=self.digest.value))
+
     def ready(self, budget: Budget) -> bool:
-        """Whether a slice may be posted: not too many are in flight, and the last waits for all others."""
+        """Whether a slice may be posted: not too many are in flight, and the last waits for others and the digest."""
         last = self.stop(budget) == len(self.ends)
-        return len(self.flying) < (1 if last else MOST_FLYING)
-
-
-def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
-    """A message's block tables as the planner takes them."""
-    return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)
+        return len(self.flying) < (1 if last else MOST_FLYING) and not (last and self.hashing)
 
 
 def _chopped(plan: CopyPlan) -> tuple[NDArray[np.int64], ...]:
@@ -153,7 +164,8 @@ class Posting(Staging):
                 raise TransportError(self.grounded or f"{post.peer} is not connected any more")
             if pair.lost:
                 raise PeerLost(f"{post.peer} is lost")
-            write = Write(post, pair, self._plan(pair, post), encode(pair.token, post.complete), asked)
+            plan = self._plan(pair, post)
+            write = Write(post, pair, plan, encode(pair.token, post.complete), asked, self._digest(pair, post, plan))
         except Exception as error:
             self._not_posted(post, pair, error, False, now)
             return
@@ -174,6 +186,14 @@ class Posting(Staging):
             end=post.end,
         )
 
+    def _digest(self, pair: Pair, post: Post, plan: CopyPlan) -> Digest | None:
+        if self.reader is None:
+            return None
+        assert isinstance(post.target, Blocks)
+        spans, sides = post.complete.spans, (tables(post.source), tables(post.target))
+        plans = [plan_span(pair.template, *sides, span, post.end) for span in spans] if len(spans) > 1 else [plan]
+        return Digest(self.reader, source_bytes(plans))
+
     def advance(self, now: float) -> bool:
         """Post a slice to each peer that something waits for; whether anything was posted."""
         return any([self._advance(peer, now) for peer in list(self._queues)])
@@ -181,8 +201,8 @@ class Posting(Staging):
     @property
     def slicing(self) -> bool:
         """Whether there is a slice that could be posted at once."""
-        queues = self._queues.items()
-        return any(queue[0].ready(self._budget(peer)) and self._lively(queue[0]) for peer, queue in queues if queue)
+        firsts = [(peer, queue[0]) for peer, queue in self._queues.items() if queue]
+        return any(one.hashing or (one.ready(self._budget(peer)) and self._lively(one)) for peer, one in firsts)
 
     def _budget(self, peer: str) -> Budget:
         return self._budgets.setdefault(peer, Budget())
@@ -196,11 +216,25 @@ class Posting(Staging):
             self._queues.pop(peer, None)
             return False
         write = queue[0]
-        if not write.ready(self._budget(peer)) or not self._lively(write):
-            return False
+        busy = write.hashing and self._hash(write, now)
+        if write.posted or not write.ready(self._budget(peer)) or not self._lively(write):
+            return busy
         self._post_slice(write, now)
         if write.posted or write.post.write not in self._writes:
             queue.popleft()
+        return True
+
+    def _hash(self, write: Write, now: float) -> bool:
+        """Go on with a WRITE's digest; reading device memory may not return, and is watched like a call to NIXL."""
+        assert write.digest is not None
+        try:
+            self.shared.turn.away("reading source blocks back", write.digest.work, SLICE_SECONDS)
+        except Exception as error:
+            self._queues[write.post.peer].remove(write)
+            reached = bool(write.flying)
+            self._give_up(write)
+            failed = TransportError(f"the source blocks cannot be read back for their digest: {error}")
+            self._not_posted(write.post, write.pair, failed, reached, now)
         return True
 
     def _post_slice(self, write: Write, now: float) -> None:
@@ -208,7 +242,7 @@ class Posting(Staging):
         start, write.at = write.at, write.stop(budget)
         began = time.perf_counter()
         try:
-            number = self._hand_over(write, start, write.notification if write.posted else b"")
+            number = self._hand_over(write, start, write.sealed() if write.posted else b"")
         except Exception as error:
             # Of this slice nothing was handed over, by the transport's word; of those before it something was.
             reached = not isinstance(error, PushKVError) or bool(write.flying)

@@ -96,6 +96,7 @@ class Producing(Posting):
         theirs, me = introduction.side, self.me
         assert me is not None
         wire.common_version((me.oldest, me.newest), (theirs.oldest, theirs.newest))
+        wire.check_verify(me, theirs)
         theirs.geometry.check(theirs.regions)
         if differing := differences(me.factors, theirs.factors):
             raise HandshakeError(f"the two caches differ (ours against theirs) in {'; '.join(differing)}")

@@ -13,6 +13,7 @@ from pushkv.core.messages import Hello, Message, decode, encode, token_of
 from pushkv.errors import PeerLost, ProtocolError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
+from pushkv.runtime.digest import Reader
 from pushkv.runtime.loop import AWAKE
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.peering import CLOSED, Machine, Peering, Shared
@@ -39,6 +40,8 @@ class Side(Peering):
         """How many transfers were open or in custody when this was last published; for other threads."""
         self.quarantined = 0
         """How many of them wait for nothing but proof."""
+        self.reader: Reader | None = None
+        """What reads the cache back, where bytes are verified."""
         self._pending: deque[Command] = deque()
         self._relay_answers = False
 
@@ -52,6 +55,8 @@ class Side(Peering):
             return
         shared = self.shared
         shared.cache.backend.prepare_thread(shared.cache.home[1])
+        if shared.config.verify != "off":
+            self.reader = Reader(shared.cache)
         transport = WatchedTransport(shared.make_transport(shared.agent), shared.turn)
         transport.claim()
         try:
@@ -70,6 +75,7 @@ class Side(Peering):
             regions=shared.cache.regions,
             metadata=transport.metadata(),
             host=this_host(),
+            verify=shared.config.verify,
         )
 
     @abstractmethod

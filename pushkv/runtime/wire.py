@@ -34,6 +34,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     regions: _Regions
     metadata: _Metadata
     host: Host | None
+    verify: Name = "off"
+    """How the bytes are verified; a side that does not say so cannot."""
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="introduction"):
@@ -124,6 +126,14 @@ def unpack(data: bytes) -> Control:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a control frame of {len(data)} bytes does not decode: {error}") from error
+
+
+def check_verify(ours: Side, theirs: Side) -> None:
+    """Raises ProtocolError naming both settings where the two sides would verify bytes differently."""
+    if ours.verify != theirs.verify:
+        raise ProtocolError(
+            f"verify is {ours.verify!r} on this side and {theirs.verify!r} on the other: set it alike on both"
+        )
 
 
 def common_version(ours: tuple[int, int], theirs: tuple[int, int]) -> int:

@@ -59,6 +59,17 @@ class Role:
         blocks = range(first, first + count)
         self.stages[name] = self.end.stage(name, list(blocks), prompt=bytes(32), prompt_tokens=count)
 
+    def spoil(self, block: int) -> None:
+        """From now on write into a source block while WRITEs are handed over, which is after their digests."""
+        side: Any = self.end._side
+        hand_over = side._hand_over
+
+        def spoiling(write: Any, start: int, notification: bytes) -> Any:
+            self.array[0, block, 0, 0] ^= bool(notification)
+            return hand_over(write, start, notification)
+
+        side._hand_over = spoiling
+
     def connect(self, address: str) -> None:
         assert isinstance(self.end, Consumer)
         self.link = self.end.connect(address, WAIT)

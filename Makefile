@@ -34,7 +34,7 @@ test: $(VENV)/.test
 # NIXL's LIBFABRIC backend, with provider tcp: 220 MB of an older NIXL and what it takes, beside the environment.
 test-libfabric: $(VENV)/.test
 	$(BIN)/python tests/faults/libfabric.py $(VENV)/libfabric
-	PUSHKV_LIBFABRIC=$(abspath $(VENV)/libfabric) $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_libfabric.py
+	PUSHKV_LIBFABRIC=$(abspath $(VENV)/libfabric) $(BIN)/python -m pytest -n $(JOBS) tests/faults/test_libfabric.py tests/faults/test_libfabric_doctor.py
 
 # End to end with vLLM's CPU build, in an environment of its own of 4 GB (Python 3.11).
 VLLM := $(VENV)/vllm

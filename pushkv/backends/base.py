@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from pushkv.backends.machine import Machine
 from pushkv.backends.rows import Runs
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
@@ -178,6 +179,10 @@ class MemoryBackend(ABC):
 
         Without ``probe`` only at what can be seen without importing a device library.
         """
+
+    def present(self, machine: Machine) -> bool:
+        """Whether a device of this kind seems to be in the machine, by a look that opens no library."""
+        return False
 
     def check_path(self, path: DataPath, *, probe: bool = True) -> tuple[Check, ...]:
         """Look at what this memory needs of the machine for that data path; never raises for what it finds.

@@ -20,6 +20,7 @@ from pushkv.backends.base import (
     is_tensor,
 )
 from pushkv.backends.cpu_packing import CpuPacker
+from pushkv.backends.machine import Machine
 from pushkv.backends.tensors import describe_tensor, refuse_overlap, storage_region
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
@@ -68,6 +69,10 @@ class CpuBackend(MemoryBackend):
     def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
         """Copies in host memory by numpy, done when the call returns."""
         return CpuPacker(regions, arrays)
+
+    def present(self, machine: Machine) -> bool:
+        """Always."""
+        return True
 
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Host memory has no preconditions."""

@@ -100,6 +100,10 @@ class CudaBackend(MemoryBackend):
         with _on_stream(self._copying[slot.device]):
             return super().to_host(slot)
 
+    def present(self, machine: Machine) -> bool:
+        """Whether an NVIDIA GPU is on the PCI bus."""
+        return any(one.gpu_of_nvidia for one in machine.pci())
+
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Look for torch, a driver and the allocator's settings; with ``probe`` torch's word on devices counts."""
         installed = _torch_installed()

@@ -19,8 +19,8 @@ from pushkv.backends.base import (
     PassedFence,
     device_type_of,
 )
-from pushkv.backends.machine import Machine
-from pushkv.backends.neuron_checks import NO_ADDRESS, Preconditions
+from pushkv.backends.machine import AMAZON, Machine
+from pushkv.backends.neuron_checks import DEVICES, NO_ADDRESS, Preconditions
 from pushkv.backends.neuron_fence import Reader, fence_for
 from pushkv.backends.rows import Runs
 from pushkv.backends.tensors import describe_tensor
@@ -95,6 +95,10 @@ class NeuronBackend(MemoryBackend):
     def packer(self, regions: Sequence[Region], arrays: Sequence[object]) -> Packer:
         """Copies by torch's own operations. On the device each new shape of them is compiled first."""
         return NeuronPacker(regions, arrays, self._reader)
+
+    def present(self, machine: Machine) -> bool:
+        """Whether a Neuron device is on the PCI bus."""
+        return any(one.vendor == AMAZON and one.device in DEVICES for one in machine.pci())
 
     def check(self, *, probe: bool = True) -> tuple[Check, ...]:
         """Look for the device, the packages, the runtime and its settings."""

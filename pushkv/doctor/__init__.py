@@ -1,0 +1,1 @@
+"""``pushkv doctor``: whether a push would work on this machine, found out by making one."""

@@ -58,6 +58,11 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``verify="checksum"``: the producer sends a digest (CRC-32) of the bytes it WRITEs, and the consumer takes one of
     what has arrived; where they differ the transfer fails. Both sides must say the same.
 
+    ``landing``: ``direct`` has producers WRITE into the consumer's blocks. With ``landing`` they gather parts into
+    staging slots and WRITE those into slots of the consumer's landing ring, which scatters them; then only slots are
+    registered, and both sides need it. ``auto`` takes landing where both sides have slots. ``landing_bytes`` are
+    allocated for slots of ``slot_bytes`` each, on the cache's device, when the endpoint is made.
+
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
@@ -79,6 +84,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     listen_to_the_network_without_a_key: bool = False
     verify: Literal["off", "checksum"] = "off"
     quarantine_limit: float = 0.1
+    landing: Literal["direct", "landing", "auto"] = "direct"
+    landing_bytes: int = 256 << 20
+    slot_bytes: int = 16 << 20
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()
@@ -91,7 +99,14 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, ("nixl", "memory"))
         _one_of("verify", self.verify, ("off", "checksum"))
+        _one_of("landing", self.landing, ("direct", "landing", "auto"))
         _check_types(self)
+        if self.landing != "direct" and self.verify != "off":
+            raise ConfigError(f"landing is {self.landing!r} and verify {self.verify!r}; slots are not verified yet.")
+        if not 0 < self.slot_bytes <= self.landing_bytes < 1 << 48:
+            raise ConfigError(
+                f"landing_bytes is {self.landing_bytes}, slot_bytes {self.slot_bytes}; give room for at least a slot."
+            )
         if not self.engine.isprintable() or not 0 < len(self.engine) <= 200:
             raise ConfigError(f"engine is {self.engine!r:.80}; give a name of 1 to 200 characters.")
         if not 0 <= self.rank < 1 << 31:

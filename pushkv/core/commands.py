@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pushkv.core.messages import Blocks, Complete, Message, TransferKey
+from pushkv.core.messages import Blocks, Complete, Message, Ring, TransferKey
 from pushkv.core.outcome import Outcome
+from pushkv.core.span import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,47 @@ class Post:
     stop: int
     end: int
     complete: Complete
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Producer: gather the spans from the source blocks into this staging slot; answered by ``gathered``.
+
+    They are packed one span after the other, each in the ascending order of its bytes in the target blocks.
+    """
+
+    write: int
+    peer: str
+    key: TransferKey
+    source: Blocks
+    target: Ring
+    spans: tuple[Span, ...]
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostSlot:
+    """Producer: WRITE this staging slot into the landing slot of ``complete.credit``, with that notification."""
+
+    write: int
+    peer: str
+    key: TransferKey
+    slot: int
+    complete: Complete
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Consumer: scatter the spans from this landing slot into the target blocks; answered by ``scattered``."""
+
+    slot: int
+    generation: int
+    peer: str
+    key: TransferKey
+    target: Ring
+    spans: tuple[Span, ...]
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +117,6 @@ class AskProof:
     peer: str
 
 
-Command: TypeAlias = Send | Post | Ended | Released | StageEnded | StageReleased | AskProof
+Command: TypeAlias = (
+    Send | Post | Gather | PostSlot | Scatter | Ended | Released | StageEnded | StageReleased | AskProof
+)

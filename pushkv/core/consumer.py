@@ -8,51 +8,32 @@ before a message gets here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from pushkv.core.commands import AskProof, Command, Ended, Released, Send
-from pushkv.core.keeping import Keeping
-from pushkv.core.limits import Limits
+from pushkv.core.commands import Command, Ended, Scatter
 from pushkv.core.messages import (
     Ack,
     Cancel,
     Complete,
     Drained,
     Failed,
-    Offer,
     Ready,
-    Renew,
+    Ring,
     ToConsumer,
     TransferKey,
 )
 from pushkv.core.outcome import Outcome
-from pushkv.core.receiving import Order, OrderAtRank, Pairing, Transfer, block_sets, declined, random_nonce
+from pushkv.core.receiving import Order, OrderAtRank, Pairing, Transfer, block_sets, declined
+from pushkv.core.recipient import Recipient
 from pushkv.core.span import Coverage
-from pushkv.core.states import RECEIVING, TARGET, OutcomeEvent, Receiving, Target, TargetEvent, step
-from pushkv.core.timers import Timers
-from pushkv.errors import ProtocolError
+from pushkv.core.states import Receiving, Slot, Target, TargetEvent
+from pushkv.errors import GeometryError, ProtocolError
 
 
 @dataclass
-class ConsumerMachine(Keeping):
-    """One consumer rank's side of every transfer it has open.
-
-    ``counts`` tallies what was dropped and why.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    nonce: Callable[[TransferKey, str], bytes] = random_nonce
-    timers: Timers = field(default_factory=Timers)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._pairings: dict[str, Pairing] = {}
-        self._nonces: dict[bytes, tuple[TransferKey, str]] = {}
-        self._newest: dict[tuple[str, str, str, int], TransferKey] = {}
-        self._gone: set[str] = set()
-        self._commands: list[Command] = []
+class ConsumerMachine(Recipient):
+    """One consumer rank's side of every transfer it has open."""
 
     # What the engine asks
 
@@ -100,6 +81,10 @@ class ConsumerMachine(Keeping):
     def cancel(self, key: TransferKey, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
         """End a transfer from this side. Its blocks come back by Released, once there is proof."""
         self._finish(key, outcome, detail or "cancelled by the engine", now)
+
+    def landing_slots(self) -> Counter[Slot]:
+        """How many landing slots are in which custody; free ones are not counted."""
+        return self._ring.custody()
 
     # What the runtime tells
 
@@ -149,6 +134,16 @@ class ConsumerMachine(Keeping):
         del self._pairings[peer]
         self._gone.add(peer)
 
+    def scattered(self, slot: int, generation: int, now: float, error: str = "") -> None:
+        """A scatter has ended; ``error`` says what went wrong with it: then its transfer fails."""
+        berth = self._ring.scattered(slot, generation)
+        if berth is None:
+            return
+        if error:
+            self._finish(berth.key, Outcome.TRANSPORT_ERROR, f"a part could not be scattered: {error}", now)
+        self._landed(berth.key, berth.peer, now)
+        self._settle(berth.key, now)
+
     def receive(self, peer: str, message: ToConsumer, now: float) -> None:
         """Take in a message of a peer whose token was right. Never raises for what it says."""
         if peer not in self._pairings:
@@ -163,7 +158,7 @@ class ConsumerMachine(Keeping):
         elif isinstance(message, Drained):
             self._on_drained(peer, message, now)
         elif isinstance(message, Ready):
-            self.counts["ready without a ring"] += 1
+            self._on_ready(peer, message, now)
 
     def tick(self, now: float) -> None:
         """Fire the timers that are due."""
@@ -179,6 +174,8 @@ class ConsumerMachine(Keeping):
                 self._resend(key, peer, now)
             case ("renew", str(peer)):
                 self._renew(peer, now)
+            case ("ring",):
+                self._grant(now)
             case ("proof", str(peer)):
                 self._seek_proof(peer, now)
 
@@ -196,90 +193,11 @@ class ConsumerMachine(Keeping):
         lost = ", ".join(peer for peer, owed in order.owed.items() if owed and not self._is_live(peer))
         if lost:
             raise ProtocolError(f"{order.key} is offered to {lost}, which is not connected: connect first")
+        if isinstance(order.into, Ring) and not self.slots.count:
+            raise GeometryError(f"{order.key} is to land in slots and there is no landing ring: offer its blocks")
         blocks = block_sets(order.into)
         self._held.check(order.key, blocks)
         return blocks
-
-    def _is_live(self, peer: str) -> bool:
-        pairing = self._pairings.get(peer)
-        return pairing is not None and pairing.live
-
-    def _pump(self, peer: str, now: float) -> None:
-        """Send queued offers while the window has room."""
-        pairing = self._pairings.get(peer)
-        while pairing is not None and pairing.live and pairing.queue and pairing.has_room:
-            key = pairing.queue.popleft()
-            transfer = self._transfers.get(key)
-            if transfer is None or transfer.ranks[peer].custody is not Target.QUEUED:
-                continue
-            rank = transfer.ranks[peer]
-            rank.floor, rank.sequence = pairing.floor, pairing.number(key)
-            self._move(key, peer, TargetEvent.SEND)
-            if transfer.declined:
-                self._move(key, peer, TargetEvent.STOP)
-                self._send_cancel(key, peer, now)
-            else:
-                self._send_offer(transfer, peer, now)
-            if ("renew", peer) not in self.timers:
-                self.timers.set(("renew", peer), now + self.limits.renew)
-
-    def _send_offer(self, transfer: Transfer, peer: str, now: float) -> None:
-        order, rank = transfer.order, transfer.ranks[peer]
-        offer = Offer(
-            order.key, rank.sequence, rank.floor, rank.nonce, order.prompt, order.prompt_tokens, order.start,
-            order.stop, order.into, max(0.0, transfer.deadline - now), self.limits.lease,
-            order.siblings.get(peer, 0),
-        )  # fmt: skip
-        self._say(peer, offer, rank.tries)
-        self.timers.set(("resend", order.key, peer), now + self.limits.resend_wait(rank.tries))
-
-    def _send_cancel(self, key: TransferKey, peer: str, now: float) -> None:
-        transfer = self._transfers[key]
-        rank = transfer.ranks[peer]
-        outcome = transfer.outcome or Outcome.CANCELLED
-        self._say(peer, self._cancel(key, rank, peer, outcome), rank.tries)
-        self.timers.set(("resend", key, peer), now + self.limits.resend_wait(rank.tries))
-
-    def _cancel(self, key: TransferKey, rank: OrderAtRank, peer: str, outcome: Outcome) -> Cancel:
-        return Cancel(key, rank.sequence, outcome, self._transfers[key].order.siblings.get(peer, 0))
-
-    def _say(self, peer: str, message: Offer | Cancel | Renew, tries: int = 0) -> None:
-        self._commands.append(Send(peer, message, insist=tries >= self.limits.insist_after))
-
-    def _resend(self, key: TransferKey, peer: str, now: float) -> None:
-        transfer = self._transfers.get(key)
-        if transfer is None or not self._is_live(peer):
-            return
-        rank = transfer.ranks[peer]
-        rank.tries = min(rank.tries + 1, self.limits.most_tries())
-        if rank.custody is Target.OFFERED and not rank.acked:
-            self._send_offer(transfer, peer, now)
-        elif rank.custody is Target.DRAINING:
-            self._send_cancel(key, peer, now)
-
-    def _renew(self, peer: str, now: float) -> None:
-        pairing = self._pairings.get(peer)
-        if pairing is None or not pairing.live or not pairing.open:
-            return
-        self._say(peer, Renew(pairing.floor, self.limits.lease))
-        self.timers.set(("renew", peer), now + self.limits.renew)
-
-    def _seek_proof(self, peer: str, now: float) -> None:
-        """Ask the transport about quarantined blocks, and the producer too where it can still be heard."""
-        pairing = self._pairings.get(peer)
-        waiting = [] if pairing is None else self._quarantined(pairing, peer)
-        if pairing is None or not waiting:
-            return
-        self._commands.append(AskProof(peer))
-        if pairing.live:
-            for key, rank in waiting:
-                outcome = self._transfers[key].outcome or Outcome.CANCELLED
-                self._say(peer, self._cancel(key, rank, peer, outcome))
-        self.timers.set(("proof", peer), now + self.limits.ask_proof)
-
-    def _quarantined(self, pairing: Pairing, peer: str) -> list[tuple[TransferKey, OrderAtRank]]:
-        ranks = ((key, self._transfers[key].ranks[peer]) for key in pairing.open.values())
-        return [(key, rank) for key, rank in ranks if rank.custody is Target.QUARANTINED]
 
     # Messages
 
@@ -301,6 +219,9 @@ class ConsumerMachine(Keeping):
         if rank.custody in (Target.ENDED, Target.QUEUED):
             self.counts["stray complete"] += 1
             return
+        if self._transfers[key].lands:
+            self._on_landing(key, peer, message, now)
+            return
         try:
             fresh = rank.coverage.add(message.part, message.spans, message.whole)
         except ValueError as error:
@@ -311,6 +232,47 @@ class ConsumerMachine(Keeping):
         elif rank.coverage.full:
             self._move(key, peer, TargetEvent.COVER)
             self._settle(key, now)
+
+    def _on_ready(self, peer: str, message: Ready, now: float) -> None:
+        key = self._pairings[peer].open.get(message.sequence)
+        transfer = None if key is None else self._transfers[key]
+        if key is None or transfer is None or not transfer.lands or transfer.state is not Receiving.OPEN:
+            self.counts["stray ready"] += 1
+            return
+        self._on_ack(peer, Ack(message.sequence))
+        rank = transfer.ranks[peer]
+        if message.parts > sum(span.area for span in rank.coverage.owed):
+            self.counts["ready beyond what is owed"] += 1
+        elif message.parts > rank.wanted:
+            self._ring.want(peer, key, rank.wanted, message.parts)
+            rank.wanted = message.parts
+        else:
+            for berth in self._ring.due(peer, key):
+                self._say_grant(berth)
+        self._grant(now)
+
+    def _on_landing(self, key: TransferKey, peer: str, message: Complete, now: float) -> None:
+        """A part is in its slot: scatter it, unless its transfer is over. A credit is good for one WRITE."""
+        berth = None if message.credit is None else self._ring.find(message.credit, peer, key, message.part)
+        if berth is None:
+            self.counts["duplicate complete"] += 1
+            return
+        transfer = self._transfers[key]
+        if transfer.state is not Receiving.OPEN:
+            self._ring.drop(berth)
+            self._grant(now)
+            return
+        try:
+            transfer.ranks[peer].coverage.add(message.part, message.spans, message.whole)
+        except ValueError as error:  # the slot stays in custody: who says one thing wrong may do others
+            self._finish(key, Outcome.REJECTED_GEOMETRY, f"{peer}: {error}", now)
+            return
+        self._ring.scatter(berth)
+        order = transfer.order
+        assert isinstance(order.into, Ring)
+        self._commands.append(
+            Scatter(berth.slot, berth.generation, peer, key, order.into, message.spans, order.stop)
+        )  # fmt: skip
 
     def _on_failed(self, peer: str, message: Failed, now: float) -> None:
         key = self._pairings[peer].open.get(message.sequence)
@@ -335,57 +297,3 @@ class ConsumerMachine(Keeping):
             return
         self._move(key, peer, TargetEvent.DRAIN)
         self._settle(key, now)
-
-    # Outcome and custody
-
-    def _finish(self, key: TransferKey, outcome: Outcome, detail: str, now: float, lost: str | None = None) -> None:
-        """Give a transfer its outcome, unless it has one, and stop every rank that may still write."""
-        transfer = self._transfers.get(key)
-        if transfer is None:
-            return
-        if transfer.state is Receiving.OPEN:
-            transfer.state = step(RECEIVING, transfer.state, OutcomeEvent.FAIL)
-            self._end(transfer, outcome, detail)
-        for peer, rank in transfer.ranks.items():
-            if peer == lost and rank.custody not in (Target.ENDED, Target.QUARANTINED):
-                self._move(key, peer, TargetEvent.LOSE)
-                if transfer.declined:
-                    self._move(key, peer, TargetEvent.PROVE)
-            elif rank.custody is Target.QUEUED:
-                self._move(key, peer, TargetEvent.STOP)
-            elif rank.custody is Target.OFFERED:
-                self._move(key, peer, TargetEvent.STOP)
-                rank.tries = 0
-                self._send_cancel(key, peer, now)
-        self._settle(key, now)
-
-    def _end(self, transfer: Transfer, outcome: Outcome, detail: str) -> None:
-        transfer.outcome = outcome
-        self.timers.cancel(("deadline", transfer.order.key))
-        self._commands.append(Ended(transfer.order.key, outcome, detail))
-
-    def _move(self, key: TransferKey, peer: str, event: TargetEvent) -> None:
-        transfer = self._transfers[key]
-        rank = transfer.ranks[peer]
-        rank.custody = step(TARGET, rank.custody, event)
-        if rank.custody in (Target.ENDED, Target.QUARANTINED):
-            self.timers.cancel(("resend", key, peer))
-        if rank.custody is Target.ENDED:
-            self._pairings[peer].close(rank.sequence, transfer.outcome if event is TargetEvent.COVER else None)
-
-    def _settle(self, key: TransferKey, now: float) -> None:
-        """Complete a transfer that is covered from every rank; release one whose custody has ended."""
-        transfer = self._transfers.get(key)
-        if transfer is None or any(rank.custody is not Target.ENDED for rank in transfer.ranks.values()):
-            return
-        if transfer.state is Receiving.OPEN:
-            transfer.state = step(RECEIVING, transfer.state, OutcomeEvent.ALL_HERE)
-            self._end(transfer, Outcome.COMPLETE, "")
-        del self._transfers[key]
-        if self._newest.get(key.base) == key:
-            del self._newest[key.base]
-        self._held.give_back(transfer.blocks)
-        for peer, rank in transfer.ranks.items():
-            del self._nonces[rank.nonce]
-            self._pump(peer, now)
-        self._commands.append(Released(key))

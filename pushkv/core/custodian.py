@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from pushkv.core.commands import AskProof, Ended, Send
 from pushkv.core.limits import Limits
-from pushkv.core.messages import Ack, Drained, Failed
+from pushkv.core.messages import Ack, Drained, Failed, Ready
 from pushkv.core.outcome import Outcome
+from pushkv.core.ring import Packed, SlotPool, StagingSlots
 from pushkv.core.sending import Book, Serving
 from pushkv.core.stages import Outbox, Stages
-from pushkv.core.states import SOURCE, OutcomeEvent, Sending, Source, SourceEvent, step
+from pushkv.core.states import SOURCE, OutcomeEvent, Pack, PackEvent, Sending, Source, SourceEvent, step
 from pushkv.core.timers import Timers
 
 
@@ -22,7 +23,8 @@ from pushkv.core.timers import Timers
 class Custodian:
     """What one producer rank knows of every transfer.
 
-    ``rank`` and ``epoch`` go into each Complete. ``counts`` tallies what was dropped and why.
+    ``rank`` and ``epoch`` go into each Complete. ``counts`` tallies what was dropped and why. ``slots`` are for
+    staging; none where nothing can be landed.
     """
 
     rank: int
@@ -30,8 +32,10 @@ class Custodian:
     limits: Limits = field(default_factory=Limits)
     timers: Timers = field(default_factory=Timers)
     counts: Counter[str] = field(default_factory=Counter)
+    slots: SlotPool = field(default_factory=lambda: SlotPool(0))
 
     def __post_init__(self) -> None:
+        self._staging = StagingSlots(self.slots)
         self._out = Outbox()
         self._stages = Stages(self._out, self.limits.unmatched)
         self._book = Book()
@@ -45,7 +49,7 @@ class Custodian:
         self._settle(serving)
 
     def _maybe_complete(self, serving: Serving) -> None:
-        if serving.state is Sending.MATCHED and serving.custody is Source.IDLE and serving.sent >= serving.offer.stop:
+        if serving.state is Sending.MATCHED and serving.custody is Source.IDLE and not serving.unsent:
             self._over(serving, OutcomeEvent.ALL_SENT, Outcome.COMPLETE, "")
             self._stop(serving)
 
@@ -105,7 +109,20 @@ class Custodian:
         """Nothing more will be posted for this offer."""
         if serving.custody in (Source.IDLE, Source.READING):
             self._move(serving, SourceEvent.STOP)
+        serving.shares.clear()
+        self.timers.cancel(("ready", serving.peer, serving.offer.sequence))
+        for write in list(serving.unposted):
+            packed = self._staging.find(write)
+            if packed is not None and packed.state is Pack.GATHERED:
+                self._drop(serving, packed)
         self._settle(serving)
+
+    def _drop(self, serving: Serving, packed: Packed) -> None:
+        """A part has been gathered for an offer that is over: it goes nowhere."""
+        self._staging.move(packed, PackEvent.DROP)
+        serving.unposted.discard(packed.write)
+        self._book.end_write(packed.write)
+        self._read_ended(serving)
 
     def _move(self, serving: Serving, event: SourceEvent) -> None:
         serving.custody = step(SOURCE, serving.custody, event)
@@ -123,9 +140,10 @@ class Custodian:
 
     def _settle_stage(self, transfer: str) -> None:
         wanted = self._book.wants(transfer)
+        reads = self._book.reads(transfer) or self._staging.reads(transfer)
         if self._closing is not None and not wanted:
             self._stages.give_up(transfer, *self._closing)
-        if self._stages.settle(transfer, wanted, self._book.reads(transfer)):
+        if self._stages.settle(transfer, wanted, reads):
             self.timers.cancel(("stage", transfer))
 
     def _seek_proof(self, peer: str, now: float) -> None:
@@ -136,6 +154,6 @@ class Custodian:
             # With nothing in custody the proof only lets the epoch be forgotten: no hurry.
             self.timers.set(("proof", peer), now + self.limits.ask_proof * (1 if reads else 100))
 
-    def _say(self, peer: str, message: Ack | Failed | Drained, tries: int = 0) -> None:
+    def _say(self, peer: str, message: Ack | Failed | Drained | Ready, tries: int = 0) -> None:
         if not self._book.customers[peer].lost:
             self._out.put(Send(peer, message, insist=tries >= self.limits.insist_after))

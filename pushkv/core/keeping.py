@@ -18,10 +18,10 @@ class Keeping:
 
     def holds(self, key: TransferKey) -> bool:
         """Whether the transfer's blocks are in custody."""
-        return key in self._transfers
+        return key in self._transfers and not self._transfers[key].released
 
     def transfers(self) -> list[TransferKey]:
-        """The transfers whose blocks are in custody."""
+        """The transfers whose blocks, or the landing slots granted for them, are in custody."""
         return list(self._transfers)
 
     @property

@@ -78,9 +78,9 @@ class Credit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ring(msgspec.Struct, frozen=True, array_like=True, tag="ring"):
-    """Parts land in slots of the consumer's landing ring; ``ahead`` are credits given with the offer."""
+    """Parts land in slots of the consumer's landing ring; these blocks say in which order a part is packed."""
 
-    ahead: Annotated[tuple[Credit, ...], Meta(max_length=64)] = ()
+    tables: Annotated[tuple[Table, ...], Meta(max_length=256)]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
@@ -126,7 +126,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
-    """Consumer to producer: the answer to Ready, a landing slot for that part."""
+    """Consumer to producer: a landing slot for that part. Said again where a Ready comes again."""
 
     sequence: Count
     part: Small
@@ -140,11 +140,13 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Producer to consumer: a part of ``size`` bytes is gathered and wants a landing slot."""
+    """Producer to consumer: parts 0 to ``parts`` - 1 of this offer have (had) a staging slot and want a landing slot.
+
+    Resent until each has its Grant.
+    """
 
     sequence: Count
-    part: Small
-    size: Count
+    parts: Small
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pushkv.core.commands import Command, Post
-from pushkv.core.custodian import Custodian
 from pushkv.core.messages import (
     Ack,
     Blocks,
@@ -26,13 +25,14 @@ from pushkv.core.messages import (
     TransferKey,
 )
 from pushkv.core.outcome import Outcome
-from pushkv.core.sending import Customer, Owed, Serving
+from pushkv.core.packing import Packing
+from pushkv.core.sending import Customer, Cut, Owed, Serving
 from pushkv.core.stages import Stage
-from pushkv.core.states import OutcomeEvent, Sending, Source, SourceEvent
+from pushkv.core.states import OutcomeEvent, Pack, Sending, Source, SourceEvent
 
 
 @dataclass
-class ProducerMachine(Custodian):
+class ProducerMachine(Packing):
     """One producer rank's side of every transfer it knows of."""
 
     def __post_init__(self) -> None:
@@ -121,15 +121,22 @@ class ProducerMachine(Custodian):
         """How many transfers are in which custody."""
         return Counter(serving.custody for serving in self._book)
 
+    def staging_slots(self) -> Counter[Pack]:
+        """How many staging slots are in which custody; free ones are not counted."""
+        return self._staging.custody()
+
     # What the runtime tells
 
-    def connected(self, peer: str, owed: Owed, now: float) -> None:
-        """A consumer epoch is connected, for the first time or again; one whose end was proven stays gone."""
+    def connected(self, peer: str, owed: Owed, now: float, cut: Cut | None = None) -> None:
+        """A consumer epoch is connected, for the first time or again; one whose end was proven stays gone.
+
+        ``cut`` cuts spans into parts that fit the slots of both; without it nothing can be landed at this peer.
+        """
         if peer in self._gone:
             self.counts["connected after its end"] += 1
             return
         customer = self._book.customers.setdefault(peer, Customer(owed, self.limits.window))
-        customer.owed, customer.lost = owed, False
+        customer.owed, customer.cut, customer.lost = owed, cut, False
 
     def peer_lost(self, peer: str, detail: str, now: float) -> None:
         """A consumer cannot be reached: its transfers end. What is in flight stays in custody."""
@@ -151,6 +158,7 @@ class ProducerMachine(Custodian):
         if peer not in self._book.customers:
             return
         self.peer_lost(peer, "its writes have ended", now)
+        self._staging.proven(peer)
         for serving in list(self._book.customers[peer].live.values()):
             self._book.end_writes(serving)
             self._move(serving, SourceEvent.PROVE)
@@ -158,19 +166,21 @@ class ProducerMachine(Custodian):
         self.timers.cancel(("proof", peer))
         del self._book.customers[peer]
         self._gone.add(peer)
+        self._gather(now)
 
     def write_done(self, write: int, now: float) -> None:
         """A WRITE has ended and its bytes are there."""
         serving = self._book.end_write(write)
-        if serving is None:
-            return
-        self._read_ended(serving)
+        self._slot_written(write, False, now)
+        if serving is not None:
+            self._read_ended(serving)
 
     def write_failed(
         self, write: int, outcome: Outcome, detail: str, now: float, reached: bool = True
     ) -> None:  # fmt: skip
         """A WRITE has failed. Unless it never ``reached`` the transport, its bytes may still travel."""
         serving = self._book.end_write(write)
+        self._slot_written(write, reached, now)
         if serving is None:
             return
         if reached and serving.custody is not Source.STUCK:
@@ -188,7 +198,7 @@ class ProducerMachine(Custodian):
             self.counts["stray"] += 1
             return
         if isinstance(message, Grant):
-            self.counts["grant without a ring"] += 1
+            self._on_grant(peer, message)
             return
         if not isinstance(message, Cancel):
             customer.raise_floor(message.floor)
@@ -215,6 +225,10 @@ class ProducerMachine(Custodian):
                 self._deadline(peer, sequence)
             case ("failed", str(peer), int(sequence)):
                 self._resend_failed(peer, sequence, now)
+            case ("ready", str(peer), int(sequence)):
+                self._resend_ready(peer, sequence, now)
+            case ("staging",):
+                self._gather(now)
             case ("stage", str(transfer)):
                 self.unstage(transfer, now, Outcome.EXPIRED, "no offer came by the stage's deadline")
             case ("proof", str(peer)):
@@ -293,23 +307,33 @@ class ProducerMachine(Custodian):
         if stage is None:
             return
         if serving.state is Sending.OFFERED:
-            refusal = stage.refusal(serving.offer)
+            refusal = stage.refusal(serving.offer) or self._landing_refusal(serving)
             if refusal is not None:
                 self._fail(serving, *refusal, now)
                 return
             self._book.decide(serving, OutcomeEvent.MATCH)
         if serving.state is Sending.MATCHED:
-            self._advance(serving, stage)
+            self._advance(serving, stage, now)
 
-    def _advance(self, serving: Serving, stage: Stage) -> None:
+    def _landing_refusal(self, serving: Serving) -> tuple[Outcome, str] | None:
+        if not serving.lands or self._book.customers[serving.peer].cut is not None:
+            return None
+        return (
+            Outcome.REJECTED_GEOMETRY,
+            "this producer has no staging slots to fill landing slots from: offer blocks",
+        )
+
+    def _advance(self, serving: Serving, stage: Stage, now: float) -> None:
         """Post the part from the first unsent token to what is ready; a part once posted never changes."""
         offer, start = serving.offer, serving.sent
         stop = min(stage.ready, offer.stop)
-        if stage.blocks is None or (stop <= start and offer.start < offer.stop):
+        if stage.blocks is None or (stop <= start and offer.start < offer.stop and not serving.shares):
             return
         customer = self._book.customers[serving.peer]
-        serving.sent = stop
-        if spans := customer.owed(start, stop, offer.stop):
+        serving.sent = max(start, stop) if serving.shares else stop
+        if serving.lands:
+            self._share(serving, start, serving.sent, now)
+        elif spans := customer.owed(start, stop, offer.stop):
             whole = customer.owed(offer.start, offer.stop, offer.stop) if stop == offer.stop else None
             part = Complete(offer.nonce, self.rank, self.epoch, serving.parts, spans, whole)
             self._post(serving, stage.blocks, start, stop, part)

@@ -45,6 +45,8 @@ class OrderAtRank:
     custody: Target = Target.QUEUED
     sequence: int = 0
     floor: int = 0
+    wanted: int = 0
+    """How many parts have wanted a landing slot."""
     tries: int = 0
     acked: bool = False
 
@@ -54,6 +56,7 @@ class Transfer:
     """An order with its state; ``blocks`` are the block ids it holds, one set a cache group.
 
     ``declined``: nothing was offered, and so no memory waits for anything.
+    ``released``: they are the engine's again, though landing slots that were granted for it may still be written.
     """
 
     order: Order
@@ -63,6 +66,12 @@ class Transfer:
     state: Receiving = Receiving.OPEN
     outcome: Outcome | None = None
     declined: bool = False
+    released: bool = False
+
+    @property
+    def lands(self) -> bool:
+        """Whether its parts land in slots, so that no producer can reach its blocks."""
+        return isinstance(self.order.into, Ring)
 
 
 class Pairing:
@@ -147,9 +156,7 @@ class Held:
 
 
 def block_sets(into: Blocks | Ring) -> list[frozenset[int]]:
-    """The block ids an offer puts into custody, one set a cache group; none where parts land in slots."""
-    if isinstance(into, Ring):
-        return []
+    """The block ids an offer puts into custody, one set a cache group."""
     return [frozenset(np.frombuffer(table.ids, "<i4").tolist()) for table in into.tables]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pushkv.core.messages import Offer, TransferKey
+from pushkv.core.messages import Offer, Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
 from pushkv.core.states import SENDING, OutcomeEvent, Sending, Source, step
@@ -13,10 +14,30 @@ from pushkv.core.states import SENDING, OutcomeEvent, Sending, Source, step
 Owed = Callable[[int, int, int], tuple[Span, ...]]
 """What this rank owes one consumer rank of tokens ``start`` to ``stop`` of a request offered up to ``end``."""
 
+Cut = Callable[[tuple[Span, ...]], tuple[tuple[Span, ...], ...]]
+"""Cuts spans into parts that each fit a slot."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part that waits to be gathered; ``whole`` comes with the last."""
+
+    spans: tuple[Span, ...]
+    whole: tuple[Span, ...] | None = None
+
+    @property
+    def until(self) -> int:
+        """How many tokens must be ready for it."""
+        return max(span.token_stop for span in self.spans)
+
 
 @dataclass
 class Serving:
-    """One offer at the producer: how far it is sent, what is in flight, how it ends."""
+    """One offer at the producer: how far it is sent, what is in flight, how it ends.
+
+    Where its parts land in slots, ``sent`` is how far it has been cut into ``shares``, and a WRITE begins with the
+    gather of one; ``unposted`` are those that have not gone out.
+    """
 
     peer: str
     offer: Offer
@@ -25,20 +46,29 @@ class Serving:
     custody: Source = Source.IDLE
     parts: int = 0
     writes: set[int] = field(default_factory=set)
+    shares: deque[Share] = field(default_factory=deque)
+    unposted: set[int] = field(default_factory=set)
     failing: Outcome | None = None
     detail: str = ""
     answer_due: bool = False
     tries: int = 0
+    ready_tries: int = 0
+
+    @property
+    def lands(self) -> bool:
+        """Whether its parts go from staging slots to landing slots."""
+        return isinstance(self.offer.into, Ring)
 
     @property
     def reads(self) -> bool:
-        """Whether a WRITE may still read the source blocks."""
+        """Whether a WRITE may still read memory for it: the source blocks, or staging slots where it lands."""
         return self.custody in (Source.READING, Source.DRAINING, Source.STUCK)
 
     @property
     def unsent(self) -> bool:
         """Whether something is still to be posted for it, as far as it is not over."""
-        return self.state is Sending.OFFERED or self.sent < self.offer.stop
+        rest = self.sent < self.offer.stop or bool(self.shares or self.unposted)
+        return self.state is Sending.OFFERED or rest
 
 
 @dataclass
@@ -52,6 +82,8 @@ class Customer:
 
     owed: Owed
     window: int
+    cut: Cut | None = None
+    """None where nothing can be landed between the two."""
     floor: int = 1
     live: dict[int, Serving] = field(default_factory=dict)
     dead: dict[int, Outcome | None] = field(default_factory=dict)
@@ -106,8 +138,8 @@ class Book:
         return [serving for serving in self.of(key.transfer) if serving.offer.key.base == key.base]
 
     def reads(self, transfer: str) -> bool:
-        """Whether a WRITE may still read what is staged under this transfer id."""
-        return any(serving.reads for serving in self._by_transfer.get(transfer, ()))
+        """Whether a WRITE may still read what is staged under this transfer id; one from a staging slot does not."""
+        return any(serving.reads and not serving.lands for serving in self._by_transfer.get(transfer, ()))
 
     def wants(self, transfer: str) -> bool:
         """Whether more will be posted, or completed, of what is staged under this transfer id."""
@@ -147,6 +179,10 @@ class Book:
         serving.writes.add(write)
         self._by_write[write] = serving
         return write
+
+    def serving_of(self, write: int) -> Serving | None:
+        """The offer that a WRITE is for, None where it was forgotten."""
+        return self._by_write.get(write)
 
     def end_write(self, write: int) -> Serving | None:
         """Forget a WRITE; the offer that it was for, None where it was forgotten before."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pushkv.core.commands import Command, StageEnded, StageReleased
-from pushkv.core.messages import Blocks, Offer, Ring, TransferKey
+from pushkv.core.messages import Blocks, Offer, TransferKey
 from pushkv.core.outcome import Outcome, worst
 from pushkv.errors import ProtocolError
 
@@ -65,8 +65,6 @@ class Stage:
         if not offer.start <= offer.stop <= self.prompt_tokens:
             asked = f"tokens {offer.start} to {offer.stop} are asked of a prompt of {self.prompt_tokens}"
             return Outcome.REJECTED_TOKENS, asked
-        if isinstance(offer.into, Ring):
-            return Outcome.REJECTED_GEOMETRY, "this producer cannot fill landing slots: offer blocks"
         return None
 
 

@@ -171,12 +171,47 @@ SLOT: Mapping[tuple[Slot, SlotEvent], Slot] = {
     (Slot.QUARANTINED, SlotEvent.PROVE): Slot.FREE,
 }
 
+
+class Pack(Enum):
+    """Custody of one staging slot of a producer, for one part."""
+
+    FREE = "free"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    WRITING = "writing"
+    STUCK = "stuck"
+
+
+class PackEvent(Enum):
+    """What moves a staging slot. A gather that runs is never given up: it ends."""
+
+    TAKE = "gather launched"
+    PACKED = "gather's event done"
+    DROP = "its transfer is over"
+    POST = "post, with a credit"
+    DONE = "WRITE done, or never reached the transport"
+    STRAND = "the WRITE failed, its bytes may travel"
+    PROVE = "writes ended"
+
+
+PACK: Mapping[tuple[Pack, PackEvent], Pack] = {
+    (Pack.FREE, PackEvent.TAKE): Pack.GATHERING,
+    (Pack.GATHERING, PackEvent.PACKED): Pack.GATHERED,
+    (Pack.GATHERED, PackEvent.DROP): Pack.FREE,
+    (Pack.GATHERED, PackEvent.POST): Pack.WRITING,
+    (Pack.WRITING, PackEvent.DONE): Pack.FREE,
+    (Pack.WRITING, PackEvent.STRAND): Pack.STUCK,
+    (Pack.WRITING, PackEvent.PROVE): Pack.FREE,
+    (Pack.STUCK, PackEvent.PROVE): Pack.FREE,
+}
+
 TABLES: Mapping[str, Mapping[Any, Any]] = {
     "Outcome at the consumer": RECEIVING,
     "Outcome at the producer": SENDING,
     "Custody of target blocks (consumer, a producer rank)": TARGET,
     "Custody of source blocks (producer, a transfer)": SOURCE,
     "Custody of a landing slot (consumer)": SLOT,
+    "Custody of a staging slot (producer)": PACK,
 }
 
 S = TypeVar("S", bound=Enum)

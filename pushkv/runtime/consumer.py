@@ -14,7 +14,7 @@ from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, Ended, Released
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.geometry import Geometry
-from pushkv.core.messages import TransferKey
+from pushkv.core.messages import Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.prompt import DIGEST_BYTES
 from pushkv.core.receiving import Order
@@ -30,6 +30,7 @@ from pushkv.runtime.life import Life
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.requests import MOST, check_request, check_tables, pack_blocks, whole
 from pushkv.runtime.side import Shared
+from pushkv.runtime.slots import pool_of
 from pushkv.trace import Trace
 
 REDIAL, REDIAL_MOST = 1.0, 30.0
@@ -118,7 +119,7 @@ class Consumer(Endpoint[Consuming]):
         self._listen()
 
     def _make_side(self, shared: Shared) -> Consuming:
-        return Consuming(shared, ConsumerMachine(shared.config.limits))
+        return Consuming(shared, ConsumerMachine(shared.config.limits, slots=pool_of(shared.slots)))
 
     def connect(self, addresses: str | Sequence[str], timeout: float | None = None) -> Link:
         """Connect to the ranks of one prefill engine, ahead of time or again after a loss.
@@ -222,7 +223,8 @@ class Consumer(Endpoint[Consuming]):
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
             told = {pair.agent: siblings * pair.readers(self._fellows) for pair in pairs}
-            return Order(key, into, prompt, prompt_tokens, start, stop, owed, deadline, told)
+            target = Ring(into.tables) if self._lands(pairs) else into
+            return Order(key, target, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
         if any(pair.readers(self._fellows) == 0 for pair in link.pairs):
@@ -262,6 +264,10 @@ class Consumer(Endpoint[Consuming]):
 
         life.submit(lambda side: side.decline(key, told))
         return handle
+
+    def _lands(self, pairs: tuple[Pair, ...]) -> bool:
+        """Whether a transfer's parts land in slots."""
+        return self.config.landing != "direct" and all(pair.room for pair in pairs)
 
     def _crowded(self) -> str:
         """Why nothing more is offered: too much of the cache waits for proof; empty where it may be."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from pushkv.core.commands import Command, Ended, Released, Send
+from pushkv.core.commands import Command, Ended, Released, Scatter, Send
 from pushkv.core.compat import differences
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.messages import (
@@ -41,8 +41,9 @@ from pushkv.runtime import wire
 from pushkv.runtime.address import Address, url
 from pushkv.runtime.control import Route
 from pushkv.runtime.pair import Pair
+from pushkv.runtime.scattering import Scattering
 from pushkv.runtime.side import Shared
-from pushkv.runtime.verifying import Verifying
+from pushkv.runtime.slots import agreed_room
 from pushkv.trace import now as trace_now
 from pushkv.transport.host import ProcessWatch
 
@@ -94,7 +95,7 @@ def _refusal(error: Exception) -> Outcome:
     return Outcome.SUPERSEDED if isinstance(error, ProtocolError) else Outcome.REJECTED_GEOMETRY
 
 
-class Consuming(Verifying):
+class Consuming(Scattering):
     """The consumer's side."""
 
     accepts = (Ack, Complete, Drained, Failed, Ready)
@@ -201,10 +202,11 @@ class Consuming(Verifying):
         if differing := differences(theirs.factors, me.factors):
             raise HandshakeError(f"the two caches differ (theirs against ours) in {'; '.join(differing)}")
         template = PairTemplate(theirs.geometry, me.geometry)
+        room = agreed_room(me, theirs, template)
         pair = self.meet(theirs)
         if pair is None:
             watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
-            pair = Pair(welcome.token, route, theirs, template, watch, self.shared.clock())
+            pair = Pair(welcome.token, route, theirs, template, watch, self.shared.clock(), room=room)
             self.add(pair)
         self.adopt(pair, welcome.token)
         pair.moved = False
@@ -332,6 +334,9 @@ class Consuming(Verifying):
             self._trace_end(command)
         elif isinstance(command, Released):
             self._released(command.key)
+        elif isinstance(command, Scatter):
+            self.scatter(command)
+            return
         super().execute(command, now)
 
     def _trace_offer(self, offer: Offer) -> None:

@@ -25,6 +25,7 @@ from pushkv.runtime.lines import Lines
 from pushkv.runtime.loop import TransferThread
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.side import Shared, Side
+from pushkv.runtime.slots import slots_of
 from pushkv.runtime.turn import Turn
 from pushkv.runtime.vetting import vet
 from pushkv.runtime.watch import OfPairs, Watch
@@ -59,6 +60,7 @@ class Endpoint(Generic[S]):
         self.cache = cache
         vet(config, cache)
         factory = transport or transport_factory(config)
+        slots = slots_of(config, cache)
         keys = load_keys(config.key_file)
         lines = Lines(keys, config.allow, wire.MAX_CONTROL_FRAME)
         self._control = ControlThread(f"pushkv-{self.role}-control", lines, self._heard, self._tick)
@@ -75,7 +77,7 @@ class Endpoint(Generic[S]):
         self._close_once = threading.Lock()
         self._again = 0.0
         self._shared = Shared(
-            config, cache, "", "", factory, self._control, Turn(), self._emit, trace or Trace.disabled()
+            config, cache, "", "", factory, self._control, Turn(), self._emit, trace or Trace.disabled(), slots
         )
         self._renewal = threading.Lock()
         self._past: list[Life[S]] = []

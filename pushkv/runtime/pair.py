@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.core.geometry import BlockTable, Geometry
 from pushkv.core.memory import Region
-from pushkv.core.messages import Blocks
+from pushkv.core.messages import Blocks, Ring
+from pushkv.core.parts import PartPlans
 from pushkv.core.template import PairTemplate
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
@@ -36,6 +38,8 @@ class Pair:
     spoken: float = -math.inf
     """When the other side was last sent a notification."""
     prepared: int | None = None
+    room: int = 0
+    """Bytes that a part may have to be landed; 0 where it cannot be."""
     lost: bool = False
     moved: bool = False
     """The other side wants to be met again: it goes on with another agent, or its way to this one is gone."""
@@ -60,6 +64,11 @@ class Pair:
             self._readers = self.template, count
         return self._readers[1]
 
+    @cached_property
+    def plans(self) -> PartPlans:
+        """The copies of its parts into slots and out of them."""
+        return PartPlans(self.template)
+
     @property
     def agent(self) -> str:
         """The other side's agent name."""
@@ -78,6 +87,6 @@ def addresses(
     return np.asarray(bases[region] + offset.astype(np.uint64), np.uint64)
 
 
-def tables(blocks: Blocks) -> tuple[BlockTable, ...]:
+def tables(blocks: Blocks | Ring) -> tuple[BlockTable, ...]:
     """A message's block tables as the planner takes them."""
     return tuple(BlockTable(table.first, np.frombuffer(table.ids, "<i4")) for table in blocks.tables)

@@ -18,8 +18,10 @@ from pushkv.core.timers import Timers
 from pushkv.errors import HandshakeError
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
+from pushkv.runtime.copying import Copier, CopyThread
 from pushkv.runtime.loop import Work
 from pushkv.runtime.pair import Pair
+from pushkv.runtime.slots import Slots
 from pushkv.runtime.turn import Turn
 from pushkv.runtime.vetting import vet_peer
 from pushkv.trace import Trace
@@ -62,6 +64,8 @@ class Shared:
     turn: Turn
     emit: Callable[[Command], None]
     trace: Trace
+    slots: Slots | None = None
+    make_copier: Callable[[str, Callable[[], object]], Copier] = CopyThread
     stats: Counter[str] = field(default_factory=Counter)
     clock: Callable[[], float] = time.monotonic
     """Seconds; a test may have time pass as it likes."""

@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pushkv.core.commands import Post
+from pushkv.core.commands import Post, PostSlot
 from pushkv.core.copies import CopyPlan
 from pushkv.core.digest import plan_span, source_bytes
 from pushkv.core.memory import Region
 from pushkv.core.messages import Blocks, TransferKey, encode
 from pushkv.core.outcome import Outcome
+from pushkv.core.parts import span_bytes
 from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
 from pushkv.errors import PeerLost, PushKVError, TransportError
@@ -64,7 +65,7 @@ class Budget:
 class Write:
     """One WRITE of the machine's: what is still to be posted of it, and what is in flight."""
 
-    post: Post
+    post: Post | PostSlot
     pair: Pair
     plan: CopyPlan
     notification: bytes
@@ -156,7 +157,7 @@ class Posting(Staging):
             reached = bool(write.flying) or write.at > 0
             self.machine.write_failed(write.post.write, Outcome.TRANSPORT_ERROR, detail, now, reached=reached)
 
-    def post(self, post: Post, now: float) -> None:
+    def post(self, post: Post | PostSlot, now: float) -> None:
         """Plan a WRITE and begin to post it."""
         pair, asked = self.agents.get(post.peer), trace_now()
         try:
@@ -174,7 +175,9 @@ class Posting(Staging):
         if len(self._queues[post.peer]) == 1:
             self._advance(post.peer, now)
 
-    def _plan(self, pair: Pair, post: Post) -> CopyPlan:
+    def _plan(self, pair: Pair, post: Post | PostSlot) -> CopyPlan:
+        if isinstance(post, PostSlot):
+            return self._slot_plan(pair, post)
         assert isinstance(post.target, Blocks)
         return plan_copy(
             pair.template.source,
@@ -186,13 +189,25 @@ class Posting(Staging):
             end=post.end,
         )
 
-    def _digest(self, pair: Pair, post: Post, plan: CopyPlan) -> Digest | None:
-        if self.reader is None:
+    def _digest(self, pair: Pair, post: Post | PostSlot, plan: CopyPlan) -> Digest | None:
+        if self.reader is None or isinstance(post, PostSlot):
             return None
         assert isinstance(post.target, Blocks)
         spans, sides = post.complete.spans, (tables(post.source), tables(post.target))
         plans = [plan_span(pair.template, *sides, span, post.end) for span in spans] if len(spans) > 1 else [plan]
         return Digest(self.reader, source_bytes(plans))
+
+    def _slot_plan(self, pair: Pair, post: PostSlot) -> CopyPlan:
+        """The run from a staging slot to its credit's landing slot. Raises TransportError for a wrong credit."""
+        ours, theirs, credit = self.shared.slots, pair.theirs.slots, post.complete.credit
+        if ours is None or theirs is None or credit is None or credit.slot >= theirs.count:
+            raise TransportError(f"{pair.agent} has granted {credit}, which is none of its landing slots")
+        length = sum(span_bytes(pair.template, span) for span in post.complete.spans)
+        offset = theirs.first + credit.slot * theirs.size
+        none = np.zeros(1, np.int64)
+        columns = (np.array([value], np.int64) for value in (ours.offset(post.slot), offset, length))
+        source, target, size = columns
+        return CopyPlan(none, source, none, target, size, 1, length)
 
     def advance(self, now: float) -> bool:
         """Post a slice to each peer that something waits for; whether anything was posted."""
@@ -266,13 +281,21 @@ class Posting(Staging):
         if pair.prepared is not None and source is not None and target is not None:
             return self.transport.write_indexed(pair.prepared, source[some], target[some], notification)
         source_region, source_offset, target_region, target_offset, length = (column[some] for column in write.pieces)
-        ours, theirs, sizes = self.shared.cache.regions, pair.theirs.regions, length.astype(np.uint64)
+        ours, theirs = self._memories(write)
+        sizes = length.astype(np.uint64)
         return self.transport.write(
             pair.agent,
             pieces(ours, addresses(ours, source_region, source_offset), sizes),
             pieces(theirs, addresses(theirs, target_region, target_offset), sizes),
             notification,
         )
+
+    def _memories(self, write: Write) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+        """The regions that its plan speaks of: the caches', or each side's slots."""
+        slots, theirs = self.shared.slots, write.pair.theirs
+        if isinstance(write.post, PostSlot) and slots is not None and theirs.slots is not None:
+            return (slots.region,), (theirs.slots.region,)
+        return self.shared.cache.regions, theirs.regions
 
     def _give_up(self, write: Write) -> None:
         """Post nothing more of a WRITE, and take no more notice of what is in flight of it."""
@@ -281,7 +304,9 @@ class Posting(Staging):
         for number in write.flying:
             self._slices.pop(number, None)
 
-    def _not_posted(self, post: Post, pair: Pair | None, error: Exception, reached: bool, now: float) -> None:
+    def _not_posted(
+        self, post: Post | PostSlot, pair: Pair | None, error: Exception, reached: bool, now: float
+    ) -> None:
         if not isinstance(error, PushKVError):
             log.error("%s cannot be posted.", post.key, exc_info=error)
         detail = str(error) or type(error).__name__

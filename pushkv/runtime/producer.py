@@ -21,6 +21,7 @@ from pushkv.runtime.producing import Producing
 from pushkv.runtime.rate import Rate
 from pushkv.runtime.requests import check_request, pack_blocks, whole
 from pushkv.runtime.side import Shared
+from pushkv.runtime.slots import pool_of
 from pushkv.runtime.staging import Call
 from pushkv.trace import Trace
 
@@ -55,7 +56,7 @@ class Producer(Endpoint[Producing]):
         self._listen()
 
     def _make_side(self, shared: Shared) -> Producing:
-        machine = ProducerMachine(shared.config.rank, shared.epoch, shared.config.limits)
+        machine = ProducerMachine(shared.config.rank, shared.epoch, shared.config.limits, slots=pool_of(shared.slots))
         return Producing(shared, machine)
 
     def stage(

@@ -6,21 +6,24 @@ import logging
 
 import numpy as np
 
-from pushkv.core.commands import Command, Ended, Post, Send
+from pushkv.core.commands import Command, Ended, Gather, Post, PostSlot, Send
 from pushkv.core.compat import differences
 from pushkv.core.memory import Region
 from pushkv.core.messages import Cancel, Failed, Grant, Message, Offer, Renew, TransferKey, encode
 from pushkv.core.messages import Hello as HelloMessage
 from pushkv.core.outcome import Outcome
+from pushkv.core.parts import cut
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.states import Source
 from pushkv.core.template import PairTemplate, UnitRows
 from pushkv.errors import HandshakeError, PeerLost, PushKVError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
+from pushkv.runtime.gathering import Gathering
 from pushkv.runtime.pair import Pair, addresses
-from pushkv.runtime.posting import Posting, pieces
+from pushkv.runtime.posting import pieces
 from pushkv.runtime.side import Shared
+from pushkv.runtime.slots import agreed_room
 from pushkv.trace import now as trace_now
 from pushkv.transport.base import Lattice, Pieces, WriteResult, WriteStatus
 from pushkv.transport.host import ProcessWatch
@@ -28,7 +31,7 @@ from pushkv.transport.host import ProcessWatch
 log = logging.getLogger(__name__)
 
 
-class Producing(Posting):
+class Producing(Gathering):
     """The producer's side."""
 
     accepts = (Offer, Cancel, Renew, Grant)
@@ -101,9 +104,10 @@ class Producing(Posting):
         if differing := differences(me.factors, theirs.factors):
             raise HandshakeError(f"the two caches differ (ours against theirs) in {'; '.join(differing)}")
         template = PairTemplate(me.geometry, theirs.geometry)
+        room = agreed_room(me, theirs, template)
         pair = self.meet(theirs)
         if pair is None:
-            pair = Pair(introduction.token, route, theirs, template, None, self.shared.clock())
+            pair = Pair(introduction.token, route, theirs, template, None, self.shared.clock(), room=room)
             pair.prepared = self._prepare(pair)
             pair.watch = ProcessWatch.on(theirs.host) if theirs.host is not None else None
             self.add(pair)
@@ -117,8 +121,13 @@ class Producing(Posting):
 
     def regain(self, pair: Pair, now: float) -> None:
         """Tell the machine that this consumer is there."""
-        template = pair.template
-        self.machine.connected(pair.agent, lambda start, stop, end: template.owed((start, stop), end=end), now)
+        template, room = pair.template, pair.room
+        self.machine.connected(
+            pair.agent,
+            lambda start, stop, end: template.owed((start, stop), end=end),
+            now,
+            (lambda spans: cut(template, spans, room)) if room else None,
+        )
 
     def estranged(self, pair: Pair) -> None:
         """Have the consumer introduce itself again: nothing that it offers meanwhile would be taken."""
@@ -126,17 +135,22 @@ class Producing(Posting):
 
     def _prepare(self, pair: Pair) -> int | None:
         lattice = pair.template.lattice()
-        if lattice is None or self.transport is None:
+        if lattice is None or self.transport is None or self._slots_only(pair):
             return None
         source, target, unit = lattice
         ours, theirs = self.shared.cache.regions, pair.theirs.regions
         return self.transport.prepare(pair.agent, _lattice(ours, source, unit), _lattice(theirs, target, unit))
 
+    def _slots_only(self, pair: Pair) -> bool:
+        """Whether a cache of the two is not registered."""
+        assert self.me is not None
+        return any(side.slots is not None and side.slots.only for side in (self.me, pair.theirs))
+
     def _warm_up(self, pair: Pair, token: bytes) -> None:
         """A WRITE of no bytes opens the path, so that the first real one does not pay for it."""
         assert self.transport is not None
         notification = encode(token, HelloMessage(self.shared.agent))
-        source, target = self.shared.cache.regions[:1], pair.theirs.regions[:1]
+        source, target = self.reached(pair)
         try:
             write = self.transport.write(pair.agent, _no_bytes(source), _no_bytes(target), notification)
             self._warming[write] = pair
@@ -160,9 +174,12 @@ class Producing(Posting):
 
     def execute(self, command: Command, now: float) -> None:
         """Posts are ours; the rest is every side's."""
-        if isinstance(command, Post):
+        if isinstance(command, (Post, PostSlot)):
             self.post(command, now)
             self._trace_post(command)
+            return
+        if isinstance(command, Gather):
+            self.gather(command)
             return
         self._account(command)
         if isinstance(command, Ended):
@@ -178,7 +195,7 @@ class Producing(Posting):
         else:
             self.account(command)
 
-    def _trace_post(self, post: Post) -> None:
+    def _trace_post(self, post: Post | PostSlot) -> None:
         write = self._writes.get(post.write)
         if write is None:
             return

@@ -44,6 +44,10 @@ class Side(Peering):
         """What reads the cache back, where bytes are verified."""
         self._pending: deque[Command] = deque()
         self._relay_answers = False
+        self.copier = shared.make_copier(f"{shared.agent}-copies", self._prepare_thread)
+
+    def _prepare_thread(self) -> None:
+        self.shared.cache.backend.prepare_thread(self.shared.cache.home[1])
 
     # Work
 
@@ -54,13 +58,15 @@ class Side(Peering):
             self.run_commands()
             return
         shared = self.shared
-        shared.cache.backend.prepare_thread(shared.cache.home[1])
+        self._prepare_thread()
         if shared.config.verify != "off":
             self.reader = Reader(shared.cache)
         transport = WatchedTransport(shared.make_transport(shared.agent), shared.turn)
         transport.claim()
+        slots = None if shared.slots is None else shared.slots.described(shared.config.landing == "landing")
+        reached = shared.cache.regions if slots is None or not slots.only else ()
         try:
-            transport.register(shared.cache.regions)
+            transport.register([*reached, *([slots.region] if slots is not None else [])])
         except TransportError as error:
             transport.close()
             raise not_registered(shared.config, shared.cache, error) from error
@@ -76,6 +82,7 @@ class Side(Peering):
             metadata=transport.metadata(),
             host=this_host(),
             verify=shared.config.verify,
+            slots=slots,
         )
 
     @abstractmethod
@@ -84,7 +91,7 @@ class Side(Peering):
 
     def look(self, now: float) -> bool:
         """Take notifications and ended WRITEs, fire timers."""
-        busy = False
+        busy = self.each(self.copier.poll(), lambda tell: tell())
         if self.transport is not None:
             busy = self.each(self._receive(), lambda came: self.frame(came[1]))
             busy |= self.poll_writes(now)
@@ -129,11 +136,14 @@ class Side(Peering):
         return self._base_machine.timers.next()
 
     def urgency(self) -> int:
-        """Something open is awaited at least."""
+        """Something open is awaited at least; copies need polling."""
+        if self.copier.busy:
+            return 2
         return 1 if self._base_machine.open_transfers else 0
 
     def close(self) -> None:
-        """Close the data mover."""
+        """Close the data mover, and end the copies."""
+        self.copier.close()
         if self.transport is not None:
             self.transport.close()
         for pair in self.pairs.values():

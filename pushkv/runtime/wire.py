@@ -10,7 +10,7 @@ from msgspec import Meta
 from pushkv.core.compat import Factors
 from pushkv.core.geometry import Geometry
 from pushkv.core.memory import Region
-from pushkv.core.messages import MAX_FRAME, OLDEST_VERSION, TOKEN_BYTES, VERSION, Name, Seconds, Small, Text
+from pushkv.core.messages import MAX_FRAME, OLDEST_VERSION, TOKEN_BYTES, VERSION, Count, Name, Seconds, Small, Text
 from pushkv.errors import ProtocolError
 from pushkv.transport.base import Host
 
@@ -18,6 +18,19 @@ MAX_CONTROL_FRAME = 16 << 20
 _Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 _Regions = Annotated[tuple[Region, ...], Meta(max_length=65536)]
 _Metadata = Annotated[bytes, Meta(max_length=MAX_CONTROL_FRAME)]
+
+
+class Slots(msgspec.Struct, frozen=True):
+    """Slots for landing: ``count`` of ``size`` bytes each, the first at byte ``first`` of the region.
+
+    ``only``: nothing but these is registered, so that no WRITE can reach the cache.
+    """
+
+    region: Region
+    first: Count
+    size: Annotated[int, Meta(gt=0, lt=2**48)]
+    count: Annotated[int, Meta(gt=0, lt=2**31)]
+    only: bool = False
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +49,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     host: Host | None
     verify: Name = "off"
     """How the bytes are verified; a side that does not say so cannot."""
+    slots: Slots | None = None
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="introduction"):

@@ -10,7 +10,7 @@ from protocol import TOKENS, complete, consumer, key, only, order, producer, sen
 from pushkv.core.commands import AskProof, Ended, Post, Released, Send
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.limits import Limits
-from pushkv.core.messages import Ack, Cancel, Drained, Failed, Offer, Ready, Renew, Ring
+from pushkv.core.messages import Ack, Blocks, Cancel, Drained, Failed, Offer, Ready, Renew
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from pushkv.core.states import Target
@@ -100,7 +100,7 @@ class TestOffers:
 
     def test_nothing_owed_is_complete_at_once(self) -> None:
         machine = consumer()
-        machine.offer(Order(key(), Ring(), b"p" * 32, TOKENS, 0, 0, {"p0": ()}), 0.0)
+        machine.offer(Order(key(), Blocks(()), b"p" * 32, TOKENS, 0, 0, {"p0": ()}), 0.0)
         assert machine.commands() == [Ended(key(), Outcome.COMPLETE), Released(key())]
 
 
@@ -124,7 +124,7 @@ class TestArrivals:
             ("p9", complete(first.nonce, 1, 4, 8)),
             ("p0", Ack(77)),
             ("p0", Drained(key(), 77)),
-            ("p0", Ready(1, 0, 1)),
+            ("p0", Ready(1, 1)),
         ):
             machine.receive(peer, message, 0.0)
         assert not machine.commands()

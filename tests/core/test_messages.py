@@ -37,12 +37,12 @@ from pushkv.errors import ProtocolError
 TOKEN = bytes(range(TOKEN_BYTES))
 MESSAGES: tuple[Message, ...] = (
     offer(),
-    msgspec.structs.replace(offer(), into=Ring((Credit(1, 2),))),
+    msgspec.structs.replace(offer(), into=Ring(offer().into.tables)),
     Cancel(key(), 1, Outcome.EXPIRED),
     Renew(3, 10.0),
     Grant(1, 0, Credit(4, 5)),
     Ack(1),
-    Ready(1, 0, 1 << 20),
+    Ready(1, 3),
     Failed(key(), 1, Outcome.REJECTED_PROMPT, "another digest", True),
     Drained(key(), 1),
     complete(b"n" * 16, 0, 0, TOKENS, (0, TOKENS)),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pushkv.core.copies import CopyPlan
 from pushkv.core.geometry import BlockTable, Kind
 from pushkv.core.memory import Region
+from pushkv.core.parts import PartPlans, cut, least_slot, span_bytes
 from pushkv.core.plan import plan_copy
 from pushkv.core.template import PairTemplate, writers
 
@@ -212,3 +213,58 @@ def test_a_plan_copies_what_an_elementwise_copy_would(way: str) -> None:
         run(case, way)
 
     check()
+
+
+def land(case: Case, producer: Rank, consumer: Rank, hits: list[NDArray[np.uint8]]) -> None:
+    """Everything that one rank owes another, part by part through slots, each side planning for itself."""
+    rng = np.random.default_rng(case.seed + 2)
+    template = PairTemplate(producer.geometry, consumer.geometry)
+    held = [group.number for group in case.groups if group.number not in case.left_out]
+    owed = template.owed(case.tokens, end=case.end, groups=held)
+    room = least_slot(template) + int(rng.choice([0, rng.integers(0, 64), rng.integers(0, 4096)]))
+    parts = cut(template, owed, room) if owed else ()
+    assert sum(span.area for part in parts for span in part) == sum(span.area for span in owed)
+    assert all(any(span.within(one) for one in owed) for part in parts for span in part)
+    plans = PartPlans(template)
+    for part in parts:
+        sources = plans.gather(producer.tables, consumer.tables, part, case.end)
+        targets = plans.scatter(consumer.tables, part, case.end)
+        size = sum(span_bytes(template, span) for span in part)
+        assert size == sum(plan.bytes for plan in sources) == sum(plan.bytes for plan in targets) <= room
+        slot = np.concatenate([piece for plan in sources for piece in pieces_of(plan, producer, source=True)])
+        at = 0
+        for plan in targets:
+            for piece, times in zip(pieces_of(plan, consumer), pieces_of(plan, consumer, memory=hits), strict=True):
+                piece[:] = slot[at : at + piece.size]
+                times += 1
+                at += piece.size
+
+
+def pieces_of(
+    plan: CopyPlan, rank: Rank, *, source: bool = False, memory: list[NDArray[np.uint8]] | None = None
+) -> list[NDArray[np.uint8]]:
+    """Views of a plan's runs on one side, in order."""
+    region, offset = (plan.source_region, plan.source_offset) if source else (plan.target_region, plan.target_offset)
+    regions = rank.regions if memory is None else memory
+    columns = zip(region.tolist(), offset.tolist(), plan.length.tolist(), strict=True)
+    return [regions[number][start : start + length] for number, start, length in columns]
+
+
+@settings(
+    max_examples=-(-CASES // len(WAYS)),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+@given(cases())
+def test_parts_through_slots_copy_the_same(case: Case) -> None:
+    for producer in case.producers:
+        for group in case.groups:
+            producer.fill(group, group.moved(case.tokens, case.end))
+    for consumer in case.consumers[:3]:
+        expected = expect(case, consumer)
+        hits = [np.zeros_like(region) for region in consumer.regions]
+        for producer in case.producers:
+            land(case, producer, consumer, hits)
+        for got, wanted, times, once in zip(consumer.regions, expected, hits, consumer.counts, strict=True):
+            np.testing.assert_array_equal(times, once)
+            np.testing.assert_array_equal(got, wanted)

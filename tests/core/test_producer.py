@@ -77,7 +77,7 @@ class TestRendezvous:
             ({"prompt_tokens": 9}, Outcome.REJECTED_PROMPT, "has 9 tokens, the staged one 8"),
             ({"stop": 9}, Outcome.REJECTED_TOKENS, "tokens 0 to 9"),
             ({"start": 8, "stop": 7}, Outcome.REJECTED_TOKENS, "tokens 8 to 7"),
-            ({"into": Ring((Credit(0, 0),))}, Outcome.REJECTED_GEOMETRY, "landing slots"),
+            ({"into": Ring(blocks(1).tables)}, Outcome.REJECTED_GEOMETRY, "no staging slots"),
         ],
     )
     def test_an_offer_that_does_not_fit_the_stage(self, changes: dict, outcome: Outcome, says: str) -> None:
@@ -375,7 +375,7 @@ class TestPeers:
         machine.fire(("deadline", "c0", 99), 0.0)
         machine.fire(("no such timer",), 0.0)
         assert machine.commands() == []
-        assert machine.counts == {"stray": 1, "grant without a ring": 1, "beyond the window": 1}
+        assert machine.counts == {"stray": 1, "stray grant": 1, "beyond the window": 1}
 
     def test_closing_it_refuses_new_offers(self) -> None:
         machine = producer()

@@ -1,0 +1,134 @@
+"""Parts that fit a slot: how what is owed is cut, and where the bytes of a part lie in a slot and in the blocks.
+
+A part is packed span after span, each span in the ascending order of its bytes in the consumer's blocks. That order
+is known to both: the producer plans the copy and reads off what to gather, the consumer needs no more than its own
+geometry to read off what to scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from pushkv.core.copies import CopyPlan
+from pushkv.core.digest import plan_span
+from pushkv.core.geometry import BlockTable, Geometry, Kind, Layer, Place
+from pushkv.core.span import Span
+from pushkv.core.template import GroupPair, PairTemplate
+from pushkv.errors import GeometryError
+
+
+def span_bytes(template: PairTemplate, span: Span) -> int:
+    """How many bytes of a slot the span takes."""
+    return span.area * _unit(template.pairs[span.group])
+
+
+def _unit(pair: GroupPair) -> int:
+    """Bytes of one layer and token, or of one layer's slot of a state."""
+    return pair.heads * pair.source.sides * pair.source.content * pair.source.itemsize
+
+
+def least_slot(template: PairTemplate) -> int:
+    """The smallest slot that every part can be cut to fit, in bytes; 0 where nothing is written."""
+    return max((_unit(pair) for pair in template.pairs if pair.heads and pair.layers), default=0)
+
+
+def cut(template: PairTemplate, spans: Sequence[Span], room: int) -> tuple[tuple[Span, ...], ...]:
+    """The same spans in parts of at most ``room`` bytes, in order (stable).
+
+    Cuts fall between the larger side's blocks where a slot holds several, so that whole blocks stay whole. Raises
+    GeometryError where not even one token of one layer fits.
+    """
+    parts: list[tuple[Span, ...]] = []
+    part: list[Span] = []
+    left = room
+    for span in (piece for one in spans for piece in _pieces(template.pairs[one.group], one, room)):
+        size = span_bytes(template, span)
+        if size > left and part:
+            parts.append(tuple(part))
+            part, left = [], room
+        part.append(span)
+        left -= size
+    return (*parts, tuple(part)) if part else tuple(parts)
+
+
+def _pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
+    """A span in rectangles that each fit."""
+    unit = _unit(pair)
+    if unit > room:
+        raise GeometryError(
+            f"One token of one layer of group {pair.number} has {unit} bytes and a slot {room}: set larger slots."
+        )
+    layers, tokens = span.layer_stop - span.layer_start, span.token_stop - span.token_start
+    state = pair.source.kind is Kind.STATE
+    row = unit * (1 if state else tokens)
+    if layers * row <= room:
+        yield span
+    elif state or (row <= room and layers * unit > room):
+        for start, stop in _steps(span.layer_start, span.layer_stop, room // row, 1):
+            yield Span(span.group, start, stop, span.token_start, span.token_stop)
+    elif layers * unit <= room:
+        block = max(pair.source.block_size, pair.target.block_size)
+        for start, stop in _steps(span.token_start, span.token_stop, room // (layers * unit), block):
+            yield Span(span.group, span.layer_start, span.layer_stop, start, stop)
+    else:
+        for start, stop in _steps(span.layer_start, span.layer_stop, room // unit, 1):
+            yield from _pieces(pair, Span(span.group, start, stop, span.token_start, span.token_stop), room)
+
+
+def _steps(start: int, stop: int, most: int, grid: int) -> Iterator[tuple[int, int]]:
+    """``start`` to ``stop`` in steps of at most ``most``, on multiples of ``grid`` where a step holds one."""
+    edges = [start]
+    while edges[-1] + most < stop:
+        on_grid = (edges[-1] + most) // grid * grid
+        edges.append(on_grid if on_grid > edges[-1] else edges[-1] + most)
+    yield from pairwise([*edges, stop])
+
+
+class PartPlans:
+    """The copies of a rank pair's parts, into slots and out of them."""
+
+    def __init__(self, template: PairTemplate) -> None:
+        self.template = template
+        self._landed = tuple(_landed(pair) if pair.heads and pair.layers else None for pair in template.pairs)
+
+    def gather(
+        self,
+        source_blocks: Sequence[BlockTable],
+        target_blocks: Sequence[BlockTable],
+        spans: Sequence[Span],
+        end: int,
+    ) -> tuple[CopyPlan, ...]:
+        """The copies of a part, span by span: their sources, one after the other, are what a slot is packed from.
+
+        ``end`` is where the offered range ends. Raises GeometryError as :func:`pushkv.core.plan.plan_copy` does.
+        """
+        return tuple(plan_span(self.template, source_blocks, target_blocks, span, end) for span in spans)
+
+    def scatter(self, target_blocks: Sequence[BlockTable], spans: Sequence[Span], end: int) -> tuple[CopyPlan, ...]:
+        """The same at the consumer: their targets are where a slot is unpacked to. Raises GeometryError."""
+        plans = []
+        for span in spans:
+            landed = self._landed[span.group] if span.group < len(self._landed) else None
+            if landed is None:
+                raise GeometryError(f"{span} is of a group that this producer writes nothing of.")
+            table = [target_blocks[span.group]]
+            plans.append(plan_span(landed, table, table, msgspec.structs.replace(span, group=0), end))
+        return tuple(plans)
+
+
+def _landed(pair: GroupPair) -> PairTemplate:
+    """The consumer's group narrowed to what this producer writes of it, as the source of a pair with the whole."""
+    target = pair.target
+    start = max(pair.source.head_start, target.head_start)
+    skipped = (start - target.head_start) * target.strides.head
+    places = {layer.name: layer.places for layer in target.layers}
+    layers = tuple(
+        Layer(name, tuple(Place(one.region, one.offset + skipped) for one in places[name])) for name in pair.layers
+    )
+    narrow = msgspec.structs.replace(
+        target, layers=layers, head_start=start, head_stop=start + pair.heads, replica=0, replicas=1
+    )
+    return PairTemplate(Geometry((narrow,)), Geometry((target,)))

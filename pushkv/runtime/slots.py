@@ -1,0 +1,109 @@
+"""An endpoint's slots: the memory that parts are gathered into or land in, and copies between it and the cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pushkv.backends.base import Fence
+from pushkv.backends.rows import Runs
+from pushkv.cache import KVCache
+from pushkv.config import EndpointConfig
+from pushkv.core.copies import CopyPlan
+from pushkv.core.parts import least_slot
+from pushkv.core.ring import SlotPool
+from pushkv.core.template import PairTemplate
+from pushkv.errors import BackendError, HandshakeError
+from pushkv.runtime import wire
+
+log = logging.getLogger(__name__)
+
+
+class Slots:
+    """A ring of equal slots on the cache's device, allocated once for all lives of an endpoint."""
+
+    def __init__(self, cache: KVCache, size: int, count: int) -> None:
+        """Raises BackendError where the memory is not to be had, or the backend cannot gather and scatter."""
+        self.size, self.pool = size, SlotPool(count)
+        self._packer = cache.backend.packer(cache.regions, cache.arrays)
+        self._memory: Any = cache.backend.allocate(size * count, cache.home[1])
+        described = cache.backend.describe(self._memory)
+        self.region = described.region
+        self._first = described.offset
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins in the region, in bytes."""
+        return self._first + slot * self.size
+
+    def gather(self, plans: Sequence[CopyPlan], slot: int) -> Fence:
+        """Pack the plans' sources."""
+        return self._packer.gather(_runs(plans, source=True), self._slot(slot))
+
+    def scatter(self, slot: int, plans: Sequence[CopyPlan]) -> Fence:
+        """Unpack to the plans' targets."""
+        return self._packer.scatter(self._slot(slot), _runs(plans, source=False))
+
+    def _slot(self, slot: int) -> Any:
+        return self._memory[slot * self.size : (slot + 1) * self.size]
+
+    def described(self, only: bool) -> wire.Slots:
+        """As the other side gets to know them."""
+        return wire.Slots(self.region, self._first, self.size, self.pool.count, only)
+
+
+def slots_of(config: EndpointConfig, cache: KVCache) -> Slots | None:
+    """The slots that a config asks for. None for direct landing, and by choice where the backend has none to give."""
+    if config.landing == "direct":
+        return None
+    count = config.landing_bytes // config.slot_bytes
+    try:
+        slots = Slots(cache, config.slot_bytes, count)
+    except BackendError as error:
+        if config.landing == "landing":
+            raise
+        log.warning("%s lands directly: %s", config.engine, error)
+        return None
+    log.info("%s has %d slots of %d bytes, %d in all.", config.engine, count, slots.size, count * slots.size)
+    return slots
+
+
+def pool_of(slots: Slots | None) -> SlotPool:
+    """Which slots are free; none where there are none."""
+    return SlotPool(0) if slots is None else slots.pool
+
+
+def agreed_room(me: wire.Side, theirs: wire.Side, template: PairTemplate) -> int:
+    """How many bytes a part of this pair may have; 0 where parts cannot be landed between the two.
+
+    Raises HandshakeError where one side wants nothing else.
+    """
+    only = [side.agent for side in (me, theirs) if side.slots is not None and side.slots.only]
+    lacking = [side.agent for side in (me, theirs) if side.slots is None]
+    if lacking:
+        if only:
+            raise HandshakeError(f"{only[0]} has landing='landing' and {lacking[0]} no slots: set landing there too")
+        return 0
+    assert me.slots is not None
+    assert theirs.slots is not None
+    room = min(me.slots.size, theirs.slots.size)
+    if (least := least_slot(template)) > room:
+        if only:
+            raise HandshakeError(f"one token of one layer has {least} bytes and a slot {room}: set larger slot_bytes")
+        return 0
+    return room
+
+
+def _runs(plans: Sequence[CopyPlan], *, source: bool) -> Runs:
+    empty = np.zeros(0, np.int64)
+    columns = [
+        (plan.source_region, plan.source_offset) if source else (plan.target_region, plan.target_offset)
+        for plan in plans
+    ]
+    return Runs(
+        np.concatenate([empty, *(region for region, _ in columns)]),
+        np.concatenate([empty, *(offset for _, offset in columns)]),
+        np.concatenate([empty, *(plan.length for plan in plans)]),
+    )

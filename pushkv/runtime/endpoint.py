@@ -80,6 +80,7 @@ class Endpoint(Generic[S]):
             config, cache, "", "", factory, self._control, Turn(), self._emit, trace or Trace.disabled(), slots
         )
         self._renewal = threading.Lock()
+        self._fencing = threading.Lock()
         self._past: list[Life[S]] = []
         self._life = self._new_life()
         self._watch: Watch[S] = Watch(
@@ -371,7 +372,9 @@ class Endpoint(Generic[S]):
             self._past = [life for life in self._past if life not in over]
 
     def _control_message(self, route: Route, message: wire.Control) -> None:
-        if isinstance(message, wire.Fence) and not self._closing:
+        if isinstance(message, wire.Fence) and not self._fencing.acquire(blocking=False):
+            self._control.send(route, wire.Fenced(False, "another fence is under way; ask again after it"))
+        elif isinstance(message, wire.Fence):
             name = f"pushkv-{self.role}-fence"
             threading.Thread(target=self._fence_for, args=(route, message.limit), name=name, daemon=True).start()
 
@@ -382,6 +385,7 @@ class Endpoint(Generic[S]):
             detail = f"{self.agent} goes on; {self.quarantined} transfers are quarantined"
         except Exception as error:
             clear, detail = False, str(error)
+        self._fencing.release()
         self._control.send(route, wire.Fenced(clear, detail[:2000]))
 
     def _listen(self) -> None:

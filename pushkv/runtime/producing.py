@@ -81,8 +81,8 @@ class Producing(Gathering):
             if not isinstance(error, PushKVError):
                 log.exception("The introduction of %s cannot be dealt with.", introduction.side.agent)
             self.shared.stats["handshakes refused"] += 1
-            log.warning("Refused %s: %s", introduction.side.agent, error)
             detail = str(error)[:2000] or type(error).__name__
+            log.warning("Refused %s: %s", introduction.side.agent, detail)
             self.shared.control.send(route, wire.Refusal(introduction.token, detail))
             self.run_commands()
             return
@@ -168,6 +168,12 @@ class Producing(Gathering):
     def message(self, pair: Pair, message: Message, now: float) -> None:
         """Offers, cancels and renewals."""
         assert isinstance(message, (Offer, Cancel, Renew, Grant))
+        if isinstance(message, (Offer, Cancel)) and (
+            (message.key.engine, message.key.epoch) != (pair.theirs.engine, pair.theirs.epoch)
+        ):
+            # A later attempt under another's name would end that one's transfer.
+            self.shared.stats["foreign keys"] += 1
+            return
         if isinstance(message, Offer):
             self._trace_offer(message)
         self.machine.receive(pair.agent, message, now)

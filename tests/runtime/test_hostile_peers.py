@@ -58,9 +58,13 @@ tables = st.lists(st.integers(-2, 70), max_size=6).map(lambda ids: struct.pack(f
 spans = st.lists(st.builds(Span, small, small, small, small, small), max_size=3).map(tuple) | st.just(
     (Span(0, 0, 2, 0, 4),)
 )
-into = st.builds(lambda ids: Blocks(tuple(Table(0, one) for one in ids)), st.lists(tables, max_size=2)) | st.just(
-    Ring((Credit(0, 0),))
+into = st.builds(
+    lambda kind, ids: kind(tuple(Table(0, one) for one in ids)),
+    st.sampled_from([Blocks, Blocks, Ring]),
+    st.lists(tables, max_size=2),
 )
+credits = st.builds(Credit, small, counts)
+sums = st.binary(min_size=4, max_size=64)
 
 
 def to_a_producer(keys: st.SearchStrategy[TransferKey], prompts: list[bytes]) -> st.SearchStrategy[Message]:
@@ -68,11 +72,23 @@ def to_a_producer(keys: st.SearchStrategy[TransferKey], prompts: list[bytes]) ->
     nonces, digests = st.binary(min_size=16, max_size=16), st.sampled_from(prompts)
     return st.one_of(
         st.builds(
-            Offer, keys, counts, counts, nonces, digests, small | st.just(4), small, small, into, seconds, seconds
+            Offer,
+            keys,
+            counts,
+            counts,
+            nonces,
+            digests,
+            small | st.just(4),
+            small,
+            small,
+            into,
+            seconds,
+            seconds,
+            small,
         ),
-        st.builds(Cancel, keys, counts, outcomes),
+        st.builds(Cancel, keys, counts, outcomes, small),
         st.builds(Renew, counts, seconds),
-        st.builds(Grant, counts, small, st.builds(Credit, small, counts)),
+        st.builds(Grant, counts, small, credits),
         st.builds(Hello, st.text(min_size=1, max_size=20)),
     )
 
@@ -81,11 +97,21 @@ def to_a_consumer(keys: st.SearchStrategy[TransferKey], nonces: list[bytes]) -> 
     """Anything a producer can say."""
     nonce = st.sampled_from(nonces) | st.binary(min_size=16, max_size=16)
     return st.one_of(
-        st.builds(Complete, nonce, small, st.text(min_size=1, max_size=20), small, spans, st.none() | spans),
+        st.builds(
+            Complete,
+            nonce,
+            small,
+            st.text(min_size=1, max_size=20),
+            small,
+            spans,
+            st.none() | spans,
+            st.none() | credits,
+            st.none() | sums,
+        ),
         st.builds(Failed, keys, counts, outcomes, st.text(max_size=50), st.booleans()),
         st.builds(Drained, keys, counts),
         st.builds(Ack, counts),
-        st.builds(Ready, counts, small, counts),
+        st.builds(Ready, counts, small),
         st.builds(Hello, st.text(min_size=1, max_size=20)),
     )
 

@@ -29,6 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens to generate a request (default: 32)")
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens computed at a time in prefill (default: 128)")
     parser.add_argument("--no-raw", action="store_true", help="leave out the measurement of NIXL alone")
+    parser.add_argument(
+        "--landing",
+        choices=("direct", "landing", "auto"),
+        default="direct",
+        help="how the KV lands (default: direct)",
+    )
     for side in ("prefill", "decode"):
         parser.add_argument(f"--{side}-tp", type=int, metavar="N", help=f"{side} ranks (default: 1)")
         parser.add_argument(f"--{side}-block", type=int, metavar="N", help=f"{side} tokens a block (default: 16)")
@@ -81,6 +87,7 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
         prefill=_layout(args, "prefill"),
         decode=_layout(args, "decode"),
         chunk=DemoSettings.chunk if args.chunk is None else args.chunk,
+        landing=args.landing,
         raw_repeats=0 if args.no_raw else DemoSettings.raw_repeats,
     )
 

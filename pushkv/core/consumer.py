@@ -86,6 +86,11 @@ class ConsumerMachine(Recipient):
         """How many landing slots are in which custody; free ones are not counted."""
         return self._ring.custody()
 
+    @property
+    def lands(self) -> bool:
+        """Whether a landing slot is granted or scattered."""
+        return self._ring.busy
+
     # What the runtime tells
 
     def connected(self, peer: str, now: float) -> None:

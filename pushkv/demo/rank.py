@@ -24,6 +24,10 @@ SWITCH_INTERVAL_S = 50e-6
 """After how long a busy engine thread yields the GIL to the transfer thread; Python's default is 5 ms."""
 
 
+SLOT_BYTES = 1 << 20
+"""Of a landing slot, where parts land: some chunks are one part, some several."""
+
+
 def run_rank(spec: RankSpec, router: Pipe, group: Sequence[Pipe]) -> None:
     """Run an engine until the router ends it. What goes wrong is told to the router in one sentence."""
     belong_to_parent()
@@ -65,7 +69,13 @@ def _described(spec: RankSpec, cache: PagedCache) -> KVCache:
 
 
 def _config(spec: RankSpec) -> EndpointConfig:
-    return EndpointConfig(engine=spec.side.value, rank=spec.rank)
+    return EndpointConfig(
+        engine=spec.side.value,
+        rank=spec.rank,
+        landing=spec.settings.landing,
+        landing_bytes=8 * SLOT_BYTES,
+        slot_bytes=SLOT_BYTES,
+    )
 
 
 def _prefill(place: Place, model: Model, cache: PagedCache) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from pushkv.demo.model import head_slice
 from pushkv.demo.paged import AXES, blocks_for
@@ -50,6 +51,8 @@ class Layout:
 class DemoSettings:
     """A run. Prefill computes ``chunk`` tokens at a time and stages each chunk; ``weights_seed`` draws the model.
 
+    ``landing`` is both sides', as in their :class:`pushkv.EndpointConfig`.
+
     Raises ConfigError where a side's ranks cannot share the model out.
     """
 
@@ -61,6 +64,7 @@ class DemoSettings:
     weights_seed: int = 0
     raw_repeats: int = 20
     limit: float = 120.0
+    landing: Literal["direct", "landing", "auto"] = "direct"
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -13,6 +13,10 @@ from pushkv.runtime.verifying import Verifying
 class Scattering(Verifying):
     """The part of the consumer's side that has to do with landing slots."""
 
+    def urgency(self) -> int:
+        """As for any side; where a WRITE is to come into a slot, it is looked for at once: the next waits for it."""
+        return max(super().urgency(), 2 if self.machine.lands else 0)
+
     def scatter(self, command: Scatter) -> None:
         """Have a landing slot scattered; the machine is told when that has ended."""
 

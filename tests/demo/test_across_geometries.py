@@ -5,6 +5,9 @@ In the first model each rank has heads of its own; the second has so few that se
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 
 from pushkv.core.outcome import Outcome
@@ -30,6 +33,7 @@ def settings(model: ModelConfig, prefill: Layout, decode: Layout) -> DemoSetting
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("landing", ["direct", "landing"])
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [
@@ -39,8 +43,10 @@ def settings(model: ModelConfig, prefill: Layout, decode: Layout) -> DemoSetting
         pytest.param(TWO_HEADS, Layout(2, 32, "HND"), Layout(4, 16, "NHD"), id="tp 2 to 4, one copy to two"),
     ],
 )
-def test_tokens_are_equal_whatever_the_two_layouts(model: ModelConfig, prefill: Layout, decode: Layout) -> None:
-    run = run_demo(settings(model, prefill, decode))
+def test_tokens_are_equal_whatever_the_two_layouts(
+    model: ModelConfig, prefill: Layout, decode: Layout, landing: Literal["direct", "landing"]
+) -> None:
+    run = run_demo(replace(settings(model, prefill, decode), landing=landing))
     judgement = Judgement(run)
     assert judgement.troubles == []
     assert judgement.tokens_equal

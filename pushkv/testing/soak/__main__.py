@@ -19,12 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episode", type=int, help="run this episode alone, as big as --each")
     parser.add_argument("--log", default="CRITICAL", help="the level at which PushKV logs (default CRITICAL)")
     parser.add_argument("--each", type=int, default=2000, help="transfers an episode (default 2000)")
+    parser.add_argument("--landing", action="store_true", help="have all parts go through landing slots")
     args = parser.parse_args(argv)
     logging.getLogger("pushkv").setLevel(args.log)
     figures = Figures(args.seed)
     transfers = args.transfers if args.episode is None else args.each
     try:
-        soak(figures, transfers, args.each, args.episode or 0, progress=lambda line: print(line, flush=True))
+        soak(
+            figures,
+            transfers,
+            args.each,
+            args.episode or 0,
+            landing=args.landing,
+            progress=lambda line: print(line, flush=True),
+        )
     except Broken:
         print(figures.report())
         return 1

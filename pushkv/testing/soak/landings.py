@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pushkv.core.messages import Complete, TransferKey, decode
+from pushkv.core.states import Pack
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.soak.lives import ConsumerLife, ProducerLife
 from pushkv.testing.soak.stagings import Lot
@@ -25,12 +26,23 @@ class Flight:
     target: ConsumerLife
 
 
+@dataclass(frozen=True)
+class SlotFlight:
+    """A WRITE from a staging slot to a landing slot."""
+
+    key: TransferKey
+    complete: Complete
+    source: ProducerLife
+    target: ConsumerLife
+
+
 class Landings:
     """Watches the network for an episode."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
         self._flights: dict[int, Flight] = {}
+        self._slots: dict[int, SlotFlight] = {}
         self.failures: set[tuple[str, str]] = set()
         """The pairs of lives (producer, consumer) between which a WRITE has failed."""
         self.late_bytes = 0
@@ -48,6 +60,10 @@ class Landings:
             return
         assert isinstance(consumer, ConsumerLife)
         key = consumer.keys[message.nonce]
+        if self._episode.settings.landing:
+            self._slots[write.number] = SlotFlight(key, message, producer, consumer)
+            self._check_slots(self._slots[write.number])
+            return
         lot = self._lot(producer, key, source, length)
         if lot is not None:
             self._flights[write.number] = Flight(key, lot, producer, consumer)
@@ -67,6 +83,11 @@ class Landings:
 
     def landing(self, copy: Copy) -> None:
         """Source and target must still be the transfer's. Raises Broken."""
+        if (passing := self._slots.get(copy.write.number)) is not None:
+            self._check_slots(passing, held=copy.held is not None)
+            if self._episode.transfers[passing.key].outcome is not None:
+                self.late_bytes += copy.bytes
+            return
         flight = self._flights.get(copy.write.number)
         if flight is None or not copy.bytes:
             return
@@ -80,15 +101,31 @@ class Landings:
         if transfer.outcome is not None:
             self.late_bytes += copy.bytes
 
+    def _check_slots(self, flight: SlotFlight, held: bool = False) -> None:
+        """The staging slot must still hold the part, and the landing slot be the credit's. Raises Broken."""
+        complete, credit = flight.complete, flight.complete.credit
+        staged = flight.source.machine._staging._packed.values()
+        mine = [one for one in staged if one.complete.nonce == complete.nonce and one.complete.part == complete.part]
+        if flight.source.alive and not held and [one.state for one in mine] not in ([Pack.WRITING], [Pack.STUCK]):
+            raise Broken(
+                Rule.SOURCE, f"a WRITE for {flight.key} reads a staging slot that {flight.source.name} reuses"
+            )
+        berth = None if credit is None else flight.target.machine._ring._berths.get(credit.slot)
+        if credit is None or berth is None or berth.generation != credit.generation or berth.key != flight.key:
+            raise Broken(
+                Rule.TARGET, f"a WRITE for {flight.key} lands in {credit} of {flight.target.name}, now {berth}"
+            )
+
     def failed(self, write: int) -> None:
         """Remember that a WRITE has failed: its blocks may wait for proof."""
-        flight = self._flights.get(write)
+        flight = self._flights.get(write) or self._slots.get(write)
         if flight is not None:
             self.failures.add((flight.source.agent, flight.target.agent))
 
     def forget(self) -> None:
         """Nothing is under way any more."""
         self._flights.clear()
+        self._slots.clear()
 
 
 def _blocks(life: ProducerLife | ConsumerLife, address: U64, length: U64) -> list[int]:

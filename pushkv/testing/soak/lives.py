@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,14 +24,16 @@ from pushkv.runtime import wire
 from pushkv.runtime.address import Address, url
 from pushkv.runtime.consuming import Consuming, Dial
 from pushkv.runtime.control import Route
+from pushkv.runtime.copying import Copier, Job, Told
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.producer import CLOSING
 from pushkv.runtime.producing import Producing
 from pushkv.runtime.side import CLOSED, Shared, Side
+from pushkv.runtime.slots import pool_of, slots_of
 from pushkv.runtime.turn import Turn
 from pushkv.testing.ledger import Ledger
 from pushkv.testing.soak.lines import Exchange, Line
-from pushkv.testing.soak.settings import CONTENT, LAYERS, SIDES, SOURCE_TOKENS, Settings
+from pushkv.testing.soak.settings import CONTENT, LAYERS, SIDES, SLOT_BYTES, SLOTS, SOURCE_TOKENS, Settings
 from pushkv.testing.soak.witness import Served, witnessed
 from pushkv.trace import Trace
 from pushkv.transport.memory import MemoryTransport, Network
@@ -67,6 +70,24 @@ class Surroundings:
     happened: Callable[[Life, Command], None]
     producer: type[ProducerMachine] = ProducerMachine
     consumer: type[ConsumerMachine] = ConsumerMachine
+
+
+class LazyCopier(Copier):
+    """Copies now or some looks later, in one thread."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self._jobs: deque[tuple[Job, Told]] = deque()
+
+    def _start(self, job: Job, told: Told) -> None:
+        self._jobs.append((job, told))
+
+    def poll(self) -> list[Callable[[], object]]:
+        """Perhaps some of them."""
+        while self._jobs and self._rng.random() < 0.6:
+            self.run(*self._jobs.popleft())
+        return super().poll()
 
 
 class Life:
@@ -106,7 +127,13 @@ class Life:
     def _shared(self, cache: KVCache) -> Shared:
         around = self.around
         config = EndpointConfig(
-            engine=self.seat.engine, rank=self.seat.rank, limits=around.settings.limits, transport="memory"
+            engine=self.seat.engine,
+            rank=self.seat.rank,
+            limits=around.settings.limits,
+            transport="memory",
+            landing="landing" if around.settings.landing else "direct",
+            landing_bytes=SLOTS * SLOT_BYTES,
+            slot_bytes=SLOT_BYTES,
         )
         return Shared(
             config=config,
@@ -119,6 +146,8 @@ class Life:
             emit=lambda command: around.happened(self, command),
             trace=Trace.disabled(),
             clock=around.clock,
+            slots=slots_of(config, cache),
+            make_copier=lambda _name, _prepare: LazyCopier(around.rng),
         )
 
     def _make_side(self, shared: Shared) -> Any:
@@ -228,7 +257,9 @@ class ProducerLife(Life):
     """The offers that were taken in."""
 
     def _make_side(self, shared: Shared) -> Producing:
-        machine = witnessed(self.around.producer)(shared.config.rank, shared.epoch, shared.config.limits)
+        machine = witnessed(self.around.producer)(
+            shared.config.rank, shared.epoch, shared.config.limits, slots=pool_of(shared.slots)
+        )
         self.machine: ProducerMachine = machine
         return Producing(shared, machine)
 
@@ -260,7 +291,7 @@ class ConsumerLife(Life):
         super().__init__(around, seat, number)
 
     def _make_side(self, shared: Shared) -> Consuming:
-        self.machine = self.around.consumer(shared.config.limits, self._nonce)
+        self.machine = self.around.consumer(shared.config.limits, self._nonce, slots=pool_of(shared.slots))
         return Consuming(shared, self.machine)
 
     def _nonce(self, key: TransferKey, _peer: str) -> bytes:

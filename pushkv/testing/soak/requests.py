@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from pushkv.core.commands import Ended, Released
-from pushkv.core.messages import TransferKey
+from pushkv.core.messages import Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from pushkv.runtime.requests import pack_blocks
@@ -241,7 +241,8 @@ class Offered:
         def make() -> Order:
             owed = {pair.agent: pair.template.owed((self.start, self.stop)) for pair in pairs}
             self.owers = tuple(agent for agent, spans in owed.items() if spans)
-            return Order(key, into, request.prompt(), request.tokens, self.start, self.stop, owed)
+            target = Ring(into.tables) if life.around.settings.landing else into
+            return Order(key, target, request.prompt(), request.tokens, self.start, self.stop, owed)
 
         life.side.offer(key, into, make)
 

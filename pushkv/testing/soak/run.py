@@ -69,6 +69,7 @@ def soak(
     each: int = 2000,
     first: int = 0,
     *,
+    landing: bool = False,
     producer: type[ProducerMachine] = ProducerMachine,
     consumer: type[ConsumerMachine] = ConsumerMachine,
     progress: Callable[[str], None] = lambda line: None,
@@ -76,7 +77,7 @@ def soak(
     """Run as many transfers, in episodes of ``each`` from number ``first`` on. Raises Broken."""
     started, number, left = time.monotonic(), first, transfers
     while left > 0:
-        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left))
+        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left), landing)
         episode = Episode(settings, producer, consumer)
         try:
             tally = episode.run()

@@ -14,6 +14,8 @@ SOURCE_TOKENS = 4
 MOST_TOKENS = 48
 TICK = 0.004
 """Seconds of virtual time between looks."""
+SLOT_BYTES, SLOTS = 64, 6
+"""Of a landing ring, and of a producer's staging slots: a few tokens each."""
 SIGN = 0.25
 """Seconds between signs of life."""
 
@@ -40,9 +42,11 @@ class Settings:
     control_loss: float
     detection: float
     silence: float = 1.5
+    landing: bool = False
+    """Whether all parts go through slots; otherwise none does."""
 
     @classmethod
-    def draw(cls, seed: str, transfers: int) -> Settings:
+    def draw(cls, seed: str, transfers: int, landing: bool = False) -> Settings:
         """The settings of the episode with this seed."""
         rng = random.Random(f"settings {seed}")
         return cls(
@@ -59,6 +63,7 @@ class Settings:
             trouble=rng.uniform(0.3, 1.5),
             control_loss=rng.uniform(0.0, 0.05),
             detection=rng.uniform(0.0, 0.3),
+            landing=landing,
         )
 
 

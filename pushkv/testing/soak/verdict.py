@@ -9,6 +9,7 @@ from pushkv.core.messages import TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.states import Source, Target
 from pushkv.runtime.peering import FORMER
+from pushkv.runtime.slots import pool_of
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.soak.lives import ConsumerLife, Life, ProducerLife
 from pushkv.testing.soak.requests import Offered
@@ -60,6 +61,8 @@ def _explain(episode: Episode, life: Life, owner: object) -> None:
     """Blocks are only held for a WRITE that failed, or where a data mover is stuck."""
     if life.side.transport is None:
         return
+    if episode.settings.landing:
+        raise Broken(Rule.LOST, f"{life.name} still holds blocks of {owner}, which no WRITE can reach")
     if isinstance(owner, Offered):
         episode.tally.quarantined += len(owner.blocks or ())
         peers = [(agent, life.agent) for agent in owner.owers]
@@ -136,7 +139,14 @@ def _check_empty(life: Life) -> None:
 def tables(life: Life) -> dict[str, int]:
     """The sizes of the tables that are empty when all is over."""
     side = life.side
-    common = {"peers": len(side.agents), "tokens": len(side.pairs), "commands": len(side._pending)}
+    pool = pool_of(side.shared.slots)
+    common = {
+        "peers": len(side.agents),
+        "tokens": len(side.pairs),
+        "commands": len(side._pending),
+        "slots": pool.count - len(pool),
+        "copies": int(side.copier.busy),
+    }
     if isinstance(life, ConsumerLife):
         machine = life.machine
         return common | {

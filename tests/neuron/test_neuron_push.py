@@ -213,3 +213,18 @@ def test_tokens_are_those_of_one_process(neuron: FakeNeuron, direction: str) -> 
         assert transfer.wait(60) is Outcome.COMPLETE, transfer.detail
         decode.read()
     assert [int(first), *generate(decode.model, decode.paged, theirs, int(first))] == tokens_alone()
+
+
+@pytest.mark.parametrize("settings", [{"landing": "landing"}, {"verify": "checksum"}], ids=str)
+def test_gathered_and_scattered_on_the_device(neuron: FakeNeuron, settings: dict[str, str]) -> None:
+    """Through slots, or with a digest of the bytes: both read and write device memory by torch's own operations."""
+    nixl = FakeNixl(neuron)
+    source, target = layers(), layers()
+    neuron.synchronize()
+    told = {"nixl": LIBFABRIC, "landing_bytes": 1 << 20, "slot_bytes": 1 << 18, **settings}
+    with (
+        Producer(EndpointConfig(engine="p", **told), described(source), transport=nixl) as producer,  # type: ignore[arg-type]
+        Consumer(EndpointConfig(engine="d", **told), described(target), transport=nixl) as consumer,  # type: ignore[arg-type]
+    ):
+        ends = Ends(neuron, producer, consumer, consumer.connect(producer.address), source, target)
+        assert [number for number in range(20) if not push(ends, number)] == []

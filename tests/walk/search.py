@@ -21,6 +21,8 @@ class Walked:
 
     states: int = 0
     transitions: int = 0
+    uncovered: int = 0
+    """Joint states that no other one stands for, in the end."""
     producer_states: int = 0
     consumer_states: int = 0
     whole: bool = True
@@ -98,7 +100,7 @@ def _walk(rules: Rules, most: int, fair: bool) -> Walked:
         if seen.states >= most:
             seen.whole = False
             break
-    seen.producer_states, seen.consumer_states = len(rules.ps), len(rules.cs)
+    seen.producer_states, seen.consumer_states, seen.uncovered = len(rules.ps), len(rules.cs), len(covered)
     return seen
 
 

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from walk.mutants import MUTANTS, Mutant
-from walk.walks import LARGER_WALKS, WALKS, Walk
+from walk.parallel import walk as walk_by_many
+from walk.rules import Rules
+from walk.search import walk
+from walk.walks import EVERYTHING, LARGER_WALKS, WALKS, Walk
+from walk.world import Bounds
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 _CHOSEN = LARGER_WALKS if os.environ.get("PUSHKV_WALK") == "full" else WALKS
@@ -31,9 +35,26 @@ def test_a_broken_rule_is_found(mutant: Mutant) -> None:
     assert seen.path
 
 
+def test_many_processes_see_what_one_does() -> None:
+    bounds = Bounds(attempts=1, parts=1, preemptions=0, c_restarts=0)
+    one, many = walk(Rules(bounds)), walk_by_many(bounds, 3)
+    assert walk_by_many(bounds, 1) == one
+    assert many.whole
+    assert not many.broken
+    assert (many.producer_states, many.consumer_states) == (one.producer_states, one.consumer_states)
+    assert abs(many.uncovered - one.uncovered) < one.uncovered / 50  # which come first decides which are forgotten
+
+
+@pytest.mark.parametrize("name", ["E", "nonce", "preempt", "posts on"])
+def test_many_processes_find_a_broken_rule(name: str) -> None:
+    (mutant,) = (one for one in MUTANTS if one.name == name)
+    mutated = type("Mutated", (Rules,), {"producer": mutant.producer, "consumer": mutant.consumer})
+    assert walk_by_many(mutant.bounds, 2, rules=mutated).broken.startswith(mutant.caught_by)
+
+
 def test_the_page_about_the_protocol_names_every_walk_and_mutant() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for each in (*WALKS, *LARGER_WALKS):
+    for each in (*WALKS, *LARGER_WALKS, EVERYTHING):
         assert f"| {each.name} |" in page
     for mutant in MUTANTS:
         assert f"| {mutant.name} | {mutant.rule} | *{mutant.caught_by}* |" in page

@@ -64,4 +64,4 @@ LARGER_WALKS = (
 )
 
 EVERYTHING = Walk("everything: 2 attempts, 2 parts, a preemption, a restart a side", Bounds())
-"""Has not been walked to its end: the page about the protocol says how far."""
+"""Too much for one core: :mod:`walk.parallel` has walked it to its end, as the page about the protocol says."""

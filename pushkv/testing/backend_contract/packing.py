@@ -108,13 +108,6 @@ class PackingContract(BackendSubject):
                 pass
             assert self._slot_bytes(bench, 1024) == bench.values[0][at : at + 1024].tobytes()
 
-    def test_a_gathered_slot_can_be_taken_to_the_host(self, backend: MemoryBackend) -> None:
-        bench = self.make_bench(backend)
-        bench.packer.gather(runs_of(((0, 512, 1024),)), bench.slot).wait()
-        taken = backend.to_host(bench.slot[:1024])
-        assert (taken.dtype, taken.shape) == (np.dtype(np.uint8), (1024,))
-        np.testing.assert_array_equal(taken, bench.values[0][512:1536])
-
     @pytest.mark.parametrize(
         "rows", [((0, SIZE - 10, 11),), ((0, -1, 4),), ((2, 0, 4),), ((0, 0, SLOT), (1, 0, 1))],
         ids=["past the region", "before the region", "no such region", "more than the slot"],

@@ -21,11 +21,11 @@ RULES = (
     "custody ends on proof: no byte lands in a block that is not, or no longer, its transfer's",
     "sources are held: no block is given back to the producer's engine while a WRITE may read it",
     "one outcome: every transfer ends once a side",
-    "complete means covered: a consumer says complete only of what has landed, all of it",
-    "agreement: where one side is complete, the other is never rejected, nor failed after it asked",
+    "complete means covered: a consumer says complete only of what has landed, all of it, from every rank",
+    "agreement: where the consumer is complete, no rank has failed after it asked; where all ranks are, no rejection",
     "posted once: no token of an offer is written twice",
     "superseded: nothing is posted for an attempt that a later one was offered after",
-    "nothing hangs: what is open, drains or waits for proof has a timer; in fair weather all comes to its end",
+    "nothing hangs: what is open, drains or waits for proof has a timer, each rank is told; in fair weather all ends",
     "the tables: no machine tries a transition that its table does not have",
 )
 

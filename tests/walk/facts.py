@@ -41,10 +41,10 @@ def held_keys(machine: ConsumerMachine) -> tuple[TransferKey, ...]:
     return tuple(sorted(machine._transfers, key=repr))
 
 
-def sending_keys(machine: ProducerMachine) -> frozenset[TransferKey]:
-    """The offers of which the producer may post something more."""
+def sending_keys(machine: ProducerMachine) -> frozenset[tuple[str, TransferKey]]:
+    """The offers of which the producer may post something more, each with its own name."""
     return frozenset(
-        serving.offer.key
+        (machine.epoch, serving.offer.key)
         for customer in machine._book.customers.values()
         for serving in customer.live.values()
         if serving.state in (Sending.OFFERED, Sending.MATCHED) and serving.sent < serving.offer.stop
@@ -106,13 +106,13 @@ def idle_at_consumer(machine: ConsumerMachine, peer: str, message: Any) -> bool:
 
     * An Ack stops the repetition of an offer, which the walk repeats for ever.
     * Drained, and Failed once it is answered (the answer stays in the network): the offer's custody has ended.
-    * Complete: its transfer is gone, or is over and has this part.
+    * Complete: its transfer is gone, or is over and has this part. Before that, it is what landed bytes are known by.
     """
     pairing = machine._pairings.get(peer)
     if isinstance(message, Ack):
         return True
     if pairing is None:
-        return False
+        return isinstance(message, Complete) and peer in machine._gone and _idle_complete(machine, peer, message)
     if isinstance(message, Failed) and message.sequence in pairing.open:
         return not message.stuck and machine._transfers[message.key].state is Receiving.OVER
     if isinstance(message, (Drained, Failed)):

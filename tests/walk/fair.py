@@ -17,7 +17,7 @@ from walk.errors import Violation
 from walk.moves import Moves
 from walk.world import World
 
-_GOOD = ("P starts again", "bytes land", "told done", "has proof", "connects", "gets", "timer")
+_GOOD = ("starts again", "land", "told done", "has proof", "connects", "gets", "timer")
 
 
 class FairWeather:
@@ -51,16 +51,18 @@ class FairWeather:
 
     def _settled(self, world: World) -> None:
         rules = self._moves.rules
-        left = rules.cs.fact(world.c, unsettled_consumer) or rules.ps.fact(world.p, unsettled_producer)
-        waiting = rules.cs.fact(world.c, quarantined) - rules.ps.fact(world.p, stuck)
+        left = rules.cs.fact(world.c, unsettled_consumer)
+        waiting = rules.cs.fact(world.c, quarantined)
+        for p in world.ps:
+            left = left or rules.ps.fact(p, unsettled_producer)
+            waiting -= rules.ps.fact(p, stuck)
         left = left or "".join(f"{key} waits for a proof that nobody owes" for key in waiting)
         if left:
             raise Violation(f"nothing hangs: in fair weather {left}")
 
 
 def _rank(name: tuple[Any, ...]) -> int:
-    word = name[1] if name[0] in ("P", "C") else name[0]
-    return _GOOD.index(word) if word in _GOOD else len(_GOOD)
+    return _GOOD.index(name[1]) if name[1] in _GOOD else len(_GOOD)
 
 
 def unsettled_consumer(machine: ConsumerMachine) -> str:

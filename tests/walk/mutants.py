@@ -16,6 +16,7 @@ from pushkv.core.receiving import Held, OrderAtRank
 from pushkv.core.sending import Customer, Serving
 from pushkv.core.span import Coverage, Span
 from pushkv.core.states import Receiving, Sending, Target, TargetEvent
+from walk.rank_mutants import CoveredByOne, FirstProofIsAll, LossStopsTheOthers, OneSayForAll, StopsOneRank
 from walk.rules import Rules
 from walk.search import Walked, hunt
 from walk.world import Bounds
@@ -30,6 +31,10 @@ LOSSES = Bounds(attempts=1, parts=1, p_restarts=0, c_restarts=0, preemptions=0, 
 PARTS = Bounds(attempts=1, parts=2, p_restarts=0, c_restarts=0, write_errors=False, losses=False)
 RETRY = Bounds(attempts=2, parts=1, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False, losses=False)
 RETRY_PARTS = Bounds(attempts=2, parts=2, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False, losses=False)
+RANKS = Bounds(
+    attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False, losses=False
+)
+RANKS_LOST = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False)
 TCP = Bounds(attempts=1, parts=1, c_restarts=0, preemptions=0, write_errors=False, losses=False, death_is_proof=True)
 
 
@@ -347,6 +352,11 @@ MUTANTS = (
     Mutant("asks nobody", "rule 3: the sides agree where they can", AGREE, ERRORS, AsksNobody),
     Mutant("late cancel", "rule 3: an earlier attempt's end is its own", HANGS, RETRY_PARTS, LateCancelEndsStage),
     Mutant("no proof sought", "rules 1 and 2: somebody asks for proof", HANGS, ERRORS, NoProofSought),
+    Mutant("first proof", "rule 1: proof from every rank", CUSTODY, RANKS, consumer=FirstProofIsAll),
+    Mutant("drained for all", "rule 1: Drained speaks of one rank", CUSTODY, RANKS, consumer=OneSayForAll),
+    Mutant("loss for all", "rule 1: a rank's loss stops no other", CUSTODY, RANKS_LOST, consumer=LossStopsTheOthers),
+    Mutant("covered by one", "rule 4: covered from every rank", COVERED, RANKS, consumer=CoveredByOne),
+    Mutant("stops one rank", "rule 3: one outcome over all ranks", HANGS, RANKS, consumer=StopsOneRank),
 )
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from pushkv.core.commands import Command, Post, Send
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.limits import Limits
-from pushkv.core.messages import Complete, Offer, TransferKey
+from pushkv.core.messages import Complete, Offer
 from pushkv.core.producer import ProducerMachine
 from walk import facts
 from walk.errors import Violation
 from walk.machines import Machines
 from walk.timing import check_consumer, check_producer, consumer_due, producer_due
-from walk.world import Bits, Bounds, Effects, Env, World, nonce_of, owed, plain_message
+from walk.world import (
+    Arrived,
+    Bits,
+    Bounds,
+    Effects,
+    Env,
+    Owes,
+    Seat,
+    World,
+    alive,
+    nonce_of,
+    plain_message,
+    put,
+)
 
 LIMITS = Limits(resend=1.0, resend_most=1.0, insist_after=0, window=4)
 M = TypeVar("M")
+Names: TypeAlias = tuple[str, ...]
 
 
 class Move(NamedTuple):
@@ -51,6 +65,24 @@ class Parcel(NamedTuple):
     message: Any
 
 
+class Net(Bits):
+    """The messages there are, also by whom they are for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._to: dict[str, int] = {}
+
+    def of(self, thing: Any) -> int:
+        """The mask with this parcel's bit."""
+        bit = super().of(thing)
+        self._to[thing.receiver] = self._to.get(thing.receiver, 0) | bit
+        return bit
+
+    def to(self, name: str) -> int:
+        """The mask of all that are for an epoch."""
+        return self._to.get(name, 0)
+
+
 class Side(Generic[M]):
     """One side's machine: its steps as moves.
 
@@ -60,7 +92,7 @@ class Side(Generic[M]):
     def __init__(
         self,
         machines: Machines[M],
-        net: Bits,
+        net: Net,
         due: Callable[[M], tuple[Any, ...]],
         idle: Callable[[M, str, Any], Any],
         exact: bool,
@@ -70,29 +102,29 @@ class Side(Generic[M]):
         self._due = due
         self._idle = idle
         self._exact = exact
-        self._moves: dict[tuple[int, str, tuple[Any, ...]], Move] = {}
-        self._arrivals: dict[tuple[int, int, str], tuple[Move, Any]] = {}
+        self._moves: dict[tuple[int, Names, tuple[Any, ...]], Move] = {}
+        self._arrivals: dict[tuple[int, int, Names], tuple[Move, Any]] = {}
 
     def move(
-        self, state: int, me: str, alive: str, name: tuple[Any, ...], call: tuple[Any, ...], alone: bool = False
+        self, state: int, me: str, others: Names, name: tuple[Any, ...], call: tuple[Any, ...], alone: bool = False
     ) -> Move:
-        """A call of a method as a move; what is sent to a peer that is gone is lost."""
-        known = self._moves.get((state, alive, call))
+        """A call of a method as a move; what is sent to a peer that is not among the ``others`` is lost."""
+        known = self._moves.get((state, others, call))
         if known is None:
             step = self.machines.step(state, *call)
             sent = 0
             for command in step.commands:
-                if isinstance(command, Send) and command.peer == alive:
-                    sent |= self._net.of(Parcel(me, alive, plain_message(command.message)))
+                if isinstance(command, Send) and command.peer in others:
+                    sent |= self._net.of(Parcel(me, command.peer, plain_message(command.message)))
             commands = tuple(command for command in step.commands if not isinstance(command, Send))
-            known = self._moves[state, alive, call] = Move(name, step.after, sent, commands, alone)
+            known = self._moves[state, others, call] = Move(name, step.after, sent, commands, alone)
         return known
 
-    def view(self, state: int, inbox: int, me: str, alive: str) -> View:
+    def view(self, state: int, inbox: int, me: str, others: Names) -> View:
         """The machine's own moves in a state with these messages on their way to it."""
         idle, twins, moves = 0, set(), []
         for bit, parcel in self._net.each(inbox):
-            move, why = self._arrival(state, bit, parcel, me, alive)
+            move, why = self._arrival(state, bit, parcel, me, others)
             moves.append(move)
             if why is True or why in twins:
                 idle |= bit
@@ -101,16 +133,16 @@ class Side(Generic[M]):
                 twins.add(why)
         for timer in self.machines.fact(state, self._due):
             name = ("timer", *timer)
-            moves.append(self.move(state, me, alive, name, ("fire", timer, 0.0), timer[0] == "deadline"))
+            moves.append(self.move(state, me, others, name, ("fire", timer, 0.0), timer[0] == "deadline"))
         return _view(state, 0 if self._exact else idle, moves)
 
-    def _arrival(self, state: int, bit: int, parcel: Parcel, me: str, alive: str) -> tuple[Move, Any]:
-        known = self._arrivals.get((state, bit, alive))
+    def _arrival(self, state: int, bit: int, parcel: Parcel, me: str, others: Names) -> tuple[Move, Any]:
+        known = self._arrivals.get((state, bit, others))
         if known is None:
             name = ("gets", parcel.sender, parcel.message)
             call = ("receive", parcel.sender, parcel.message, 0.0)
-            known = self.move(state, me, alive, name, call), self._why_idle(state, parcel)
-            self._arrivals[state, bit, alive] = known
+            known = self.move(state, me, others, name, call), self._why_idle(state, parcel)
+            self._arrivals[state, bit, others] = known
         return known
 
     def _why_idle(self, state: int, parcel: Parcel) -> Any:
@@ -126,7 +158,7 @@ class Side(Generic[M]):
 
 
 class Rules:
-    """Both machines and the world's effects. Subclasses put a mutant in a machine's place."""
+    """The machines and the world's effects. Subclasses put a mutant in a machine's place."""
 
     producer: type[ProducerMachine] = ProducerMachine
     consumer: type[ConsumerMachine] = ConsumerMachine
@@ -136,71 +168,74 @@ class Rules:
         self.exact = exact
         self.trying: tuple[Any, ...] = ()
         """The move that is being made, for who wants to know which one broke a rule."""
-        self.net = Bits()
+        self.net = Net()
         self.effects = Effects()
         self.ps: Machines[ProducerMachine] = Machines(check_producer)
         self.cs: Machines[ConsumerMachine] = Machines(check_consumer)
         self.p = Side(self.ps, self.net, producer_due, facts.idle_at_producer, exact)
         self.c = Side(self.cs, self.net, consumer_due, facts.idle_at_consumer, exact)
-        self._views_p: dict[tuple[int, int, int], View] = {}
-        self._views_c: dict[tuple[int, int, int], View] = {}
-        self._arrived: dict[int, frozenset[tuple[bytes, int]]] = {}
-        self._sending: dict[tuple[int, int], int] = {}
-        self._compared: dict[tuple[int, int, Env], Env] = {}
+        self._views_p: dict[tuple[int, int, str], View] = {}
+        self._views_c: dict[tuple[int, int, Names], View] = {}
+        self._arrived: dict[int, Arrived] = {}
+        self._sending: dict[tuple[tuple[int, ...], int], int] = {}
+        self._compared: dict[tuple[Any, ...], tuple[tuple[Seat, ...], Env]] = {}
 
-    def new_p(self, life: int) -> int:
+    def new_p(self, seat: Seat, rank: int) -> int:
         """A producer that has just started."""
-        return self.ps.number(self.producer(0, f"p{life}", LIMITS))
+        return self.ps.number(self.producer(rank, seat.name, LIMITS))
 
     def new_c(self) -> int:
         """A consumer that has just started."""
         return self.cs.number(self.consumer(LIMITS, nonce_of))
 
     def start(self) -> World:
-        """The world before anything has happened: both sides are connected."""
-        p = self.ps.step(self.new_p(0), "connected", "c0", owed, 0.0).after
-        c = self.cs.step(self.new_c(), "connected", "p0", 0.0).after
-        return self.normal(World(p, c, 0, 0, 0, 0, 0, Env.first()))
+        """The world before anything has happened: the consumer and every rank are connected."""
+        env, seats = Env.first(), tuple(Seat.first(rank) for rank in range(self.bounds.ranks))
+        c, ps = self.new_c(), []
+        for rank, seat in enumerate(seats):
+            ps.append(self.ps.step(self.new_p(seat, rank), "connected", env.c_name, Owes(rank), 0.0).after)
+            c = self.cs.step(c, "connected", seat.name, 0.0).after
+        return self.normal(World(tuple(ps), c, 0, 0, 0, 0, 0, seats, env))
 
     # One machine moves
 
     def p_move(
-        self, state: int, env: Env, name: tuple[Any, ...], method: str, *args: Any, alone: bool = False
+        self, p: int, seat: Seat, env: Env, name: tuple[Any, ...], method: str, *args: Any, alone: bool = False
     ) -> Move:
-        """A call of the producer's machine as a move."""
-        self.trying = name if name[0] == "P" else ("P", *name)
-        return self.p.move(state, env.p_name, env.c_name, name, (method, *args), alone)
+        """A call of a producer's machine as a move."""
+        self.trying = (seat.name, *name)
+        return self.p.move(p, seat.name, (env.c_name,), name, (method, *args), alone)
 
-    def c_move(self, state: int, env: Env, name: tuple[Any, ...], method: str, *args: Any) -> Move:
+    def c_move(self, c: int, env: Env, others: Names, name: tuple[Any, ...], method: str, *args: Any) -> Move:
         """A call of the consumer's machine as a move."""
-        self.trying = name if name[0] == "C" else ("C", *name)
-        alive = "" if env.p_dead else env.p_name
-        return self.c.move(state, env.c_name, alive, name, (method, *args))
+        self.trying = (env.c_name, *name)
+        return self.c.move(c, env.c_name, others, name, (method, *args))
 
-    def view_p(self, p: int, to_p: int, env: Env) -> View:
-        """The producer's own moves."""
-        view = self._views_p.get((p, to_p, env.c_life))
+    def view_p(self, p: int, to_p: int, seat: Seat, env: Env) -> View:
+        """A producer's own moves."""
+        inbox = to_p & self.net.to(seat.name)
+        view = self._views_p.get((p, inbox, env.c_name))
         if view is None:
-            view = self._views_p[p, to_p, env.c_life] = self.p.view(p, to_p, env.p_name, env.c_name)
+            view = self._views_p[p, inbox, env.c_name] = self.p.view(p, inbox, seat.name, (env.c_name,))
         return view
 
-    def view_c(self, c: int, to_c: int, env: Env) -> View:
+    def view_c(self, c: int, to_c: int, others: Names, env: Env) -> View:
         """The consumer's own moves."""
-        alive = -1 if env.p_dead else env.p_life
-        view = self._views_c.get((c, to_c, alive))
+        view = self._views_c.get((c, to_c, others))
         if view is None:
-            name = "" if env.p_dead else env.p_name
-            view = self._views_c[c, to_c, alive] = self.c.view(c, to_c, env.c_name, name)
+            view = self._views_c[c, to_c, others] = self.c.view(c, to_c, env.c_name, others)
         return view
 
-    def after_p(self, w: World, move: Move, env: Env) -> World:
-        """The world after the producer's machine has moved, in what has become of the rest."""
-        _, c, to_p, to_c, air, untold, posted, _ = w
-        after = World(move.after, c, to_p, to_c | move.sent, air, untold, posted, env)
+    def after_p(self, w: World, rank: int, move: Move, seat: Seat) -> World:
+        """The world after a producer's machine has moved, and its engine has come to this."""
+        ps, c, to_p, to_c, air, untold, posted, seats, env = w
+        if seat is not seats[rank]:
+            seats = put(seats, rank, seat)
+        after = World(put(ps, rank, move.after), c, to_p, to_c | move.sent, air, untold, posted, seats, env)
         if not move.commands:
             return after
         self._check_superseded(move)
-        return self.effects.producer(after, move.commands, move.alone)
+        return self.effects.producer(after, rank, move.commands, move.alone)
 
     def _check_superseded(self, move: Move) -> None:
         for command in move.commands:
@@ -211,17 +246,17 @@ class Rules:
 
     def after_c(self, w: World, move: Move, env: Env) -> World:
         """The world after the consumer's machine has moved, in what has become of the rest."""
-        p, _, to_p, to_c, air, untold, posted, _ = w
-        after = World(p, move.after, to_p | move.sent, to_c, air, untold, posted, env)
+        ps, _, to_p, to_c, air, untold, posted, seats, _ = w
+        after = World(ps, move.after, to_p | move.sent, to_c, air, untold, posted, seats, env)
         return self.effects.consumer(after, move.commands, self.arrived(to_c)) if move.commands else after
 
-    def arrived(self, to_c: int) -> frozenset[tuple[bytes, int]]:
-        """The tokens that have landed, by nonce: a notification is there once its bytes have landed."""
+    def arrived(self, to_c: int) -> Arrived:
+        """What has landed: a notification is there once its bytes have landed."""
         known = self._arrived.get(to_c)
         if known is None:
             completes = [p.message for _, p in self.net.each(to_c) if isinstance(p.message, Complete)]
             known = self._arrived[to_c] = frozenset(
-                (complete.nonce, token)
+                (complete.nonce, span.layer_start, token)
                 for complete in completes
                 for span in complete.spans
                 for token in range(span.token_start, span.token_stop)
@@ -240,52 +275,62 @@ class Rules:
         * What was posted for an offer of which nothing more can be posted is forgotten, and outcomes that have been
           compared, or that no other outcome will be compared with.
         """
-        p, c, to_p, to_c, air, untold, posted, env = w
+        ps, c, to_p, to_c, air, untold, posted, seats, env = w
+        others = alive(seats)
         while True:
-            view_c = self.view_c(c, to_c, env)
+            view_c = self.view_c(c, to_c, others, env)
             to_p |= view_c.free
-            if env.p_dead:
-                to_p = 0
+            free = idle = 0
+            for p, seat in zip(ps, seats, strict=True):
+                if seat.alive:
+                    view_p = self.view_p(p, to_p, seat, env)
+                    free |= view_p.free
+                    idle |= view_p.idle
+            if not free & ~to_c:
                 break
-            view_p = self.view_p(p, to_p, env)
-            if not view_p.free & ~to_c:
-                to_p &= ~view_p.idle
-                break
-            to_c |= view_p.free
+            to_c |= free
+        to_p &= ~idle
         to_c &= ~view_c.idle
         if not self.exact:
-            posted = self._still_sending(p, posted) if posted else 0
-            env = self._uncompared(p, to_p, env) if env.ended_c or env.ended_p else env
-        return World(p, c, to_p, to_c, air, untold, posted, env)
+            posted = self._still_sending(ps, posted) if posted else 0
+            if env.ended or any(seat.ended for seat in seats):
+                seats, env = self._uncompared(ps, to_p, seats, env)
+        return World(ps, c, to_p, to_c, air, untold, posted, seats, env)
 
-    def _still_sending(self, p: int, posted: int) -> int:
-        known = self._sending.get((p, posted))
+    def _still_sending(self, ps: tuple[int, ...], posted: int) -> int:
+        known = self._sending.get((ps, posted))
         if known is None:
-            keys = self.ps.fact(p, facts.sending_keys)
-            known = self.effects.flights.where(posted, lambda flight: flight.key in keys)
-            self._sending[p, posted] = known
+            keys = {(name, key) for p in ps if p >= 0 for name, key in self.ps.fact(p, facts.sending_keys)}
+            known = self.effects.flights.where(posted, lambda flight: (flight.producer, flight.key) in keys)
+            self._sending[ps, posted] = known
         return known
 
-    def _uncompared(self, p: int, to_p: int, env: Env) -> Env:
-        known = self._compared.get((p, to_p, env))
+    def _uncompared(
+        self, ps: tuple[int, ...], to_p: int, seats: tuple[Seat, ...], env: Env
+    ) -> tuple[tuple[Seat, ...], Env]:
+        known = self._compared.get((ps, to_p, seats, env))
         if known is None:
-            known = self._compared[p, to_p, env] = self._without_compared(p, to_p, env)
+            known = self._compared[ps, to_p, seats, env] = self._without_compared(ps, to_p, seats, env)
         return known
 
-    def _without_compared(self, p: int, to_p: int, env: Env) -> Env:
-        undecided: set[TransferKey] = set()
-        if not env.p_dead:
-            offers = [parcel.message for _, parcel in self.net.each(to_p) if isinstance(parcel.message, Offer)]
-            undecided = {offer.key for offer in offers} | self.ps.fact(p, facts.open_keys)
-        done = {key for key, _ in env.ended_c} - undecided
-        return env.but(
-            ended_c=frozenset(end for end in env.ended_c if end[0] not in done),
-            ended_p=frozenset(
-                (key, how)
-                for key, how in env.ended_p
-                if key not in done and how != "alone" and key.epoch == env.c_name
-            ),
+    def _without_compared(
+        self, ps: tuple[int, ...], to_p: int, seats: tuple[Seat, ...], env: Env
+    ) -> tuple[tuple[Seat, ...], Env]:
+        undecided = {parcel.message.key for _, parcel in self.net.each(to_p) if isinstance(parcel.message, Offer)}
+        for p in ps:
+            undecided |= self.ps.fact(p, facts.open_keys) if p >= 0 else set()
+        done = {key for key, _ in env.ended} - undecided
+        rest = tuple(
+            seat.but(
+                ended=frozenset(
+                    (key, how)
+                    for key, how in seat.ended
+                    if key not in done and how != "alone" and key.epoch == env.c_name
+                )
+            )
+            for seat in seats
         )
+        return rest, env.but(ended=frozenset(end for end in env.ended if end[0] not in done))
 
 
 def _view(state: int, idle: int, moves: list[Move]) -> View:

@@ -45,7 +45,7 @@ class Covered:
         return sum(map(len, self._fullest.values()))
 
     def _core(self, w: World) -> tuple[Any, ...]:
-        return (w.p, w.c, self._rules.arrived(w.to_c), w.air, w.untold, w.posted, w.env)
+        return (w.ps, w.c, self._rules.arrived(w.to_c), w.air, w.untold, w.posted, w.seats, w.env)
 
     def add(self, w: World) -> bool:
         """Whether the world can do something that none seen before can; it is remembered if so."""
@@ -141,7 +141,7 @@ def words(name: Any) -> str:
     if isinstance(name, TransferKey):
         return f"{name.epoch}#{name.attempt}"
     if isinstance(name, Flight):
-        return f"[{words(name.complete)} of {words(name.key)} into {BLOCKS[name.block]}]"
+        return f"[{words(name.complete)} of {words(name.key)} from {name.producer} into {BLOCKS[name.block]}]"
     if isinstance(name, Complete):
         tokens = [span.token_start for span in name.spans] + [span.token_stop for span in name.spans]
         return f"part {name.part}, tokens {min(tokens)} to {max(tokens)}"

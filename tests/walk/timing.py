@@ -63,7 +63,11 @@ def producer_due(machine: ProducerMachine) -> tuple[Timer, ...]:
 
 
 def check_consumer(machine: ConsumerMachine) -> None:
-    """Nothing hangs at the consumer; raises Violation."""
+    """Nothing hangs at the consumer, and what is over is offered to no rank any more; raises Violation."""
+    for key, transfer in machine._transfers.items():
+        for peer, rank in transfer.ranks.items():
+            if transfer.state is Receiving.OVER and rank.custody in (Target.QUEUED, Target.OFFERED):
+                raise Violation(f"nothing hangs: {key} is over, and {peer} is not told")
     _check(machine, set(consumer_needs(machine)), set(consumer_due(machine)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from walk.rules import Rules
 from walk.search import Walked, walk
@@ -21,6 +21,8 @@ class Walk:
         """Visit every state."""
         return walk(Rules(self.bounds), fair=self.fair)
 
+
+TWO = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0)
 
 WALKS = (
     Walk(
@@ -52,6 +54,17 @@ WALKS = (
     Walk(
         "2 attempts, staged twice; WRITE errors, cancels, losses; fair weather",
         Bounds(parts=1, stagings=2, p_restarts=0, c_restarts=0),
+        fair=True,
+    ),
+    Walk("2 ranks, 1 attempt; WRITE errors, cancels, losses; fair weather", TWO, fair=True),
+    Walk(
+        "2 ranks, 1 attempt, a restart of one; cancels, losses",
+        replace(TWO, p_restarts=1, write_errors=False),
+    ),
+    Walk("2 ranks, 1 attempt, 2 parts; cancels", replace(TWO, parts=2, write_errors=False, losses=False)),
+    Walk(
+        "2 ranks, 1 attempt, refusals; cancels; fair weather",
+        replace(TWO, refusals=True, write_errors=False, losses=False),
         fair=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""The hostile world between one producer rank and one consumer: a network, WRITEs in flight, engines, deaths.
+"""The hostile world between producer ranks and one consumer: a network, WRITEs in flight, engines, deaths.
 
 Nothing here models the protocol: the machines are run. The world only carries out their commands and says what may
 happen next. Its rules are about bytes: who owns a block that a WRITE may land in, and whether source blocks are
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,23 +27,33 @@ from pushkv.core.span import Span
 from walk.errors import Violation
 from walk.machines import plain
 
+T = TypeVar("T")
+K = TypeVar("K", bound="_OfAKind")
+Arrived: TypeAlias = frozenset[tuple[bytes, int, int]]
+"""What has landed: the nonce of its offer, the rank, the token."""
+
 PROMPT = b"p" * 32
 OTHER_PROMPT = b"q" * 32
 TOKENS = 2
 BLOCKS = "AB"
+RANKS = "pq"
+"""The producer ranks' letters. An epoch's name is a rank's letter, or the consumer's ``c``, and its life's number."""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """What the world may do, and how often.
 
-    ``attempts`` are offers of one transfer by the consumer's first life (a later life makes one); ``stagings`` is
-    how often the producer's engine begins to stage it. ``losses``: a side may be told, truly or not, that it lost the
-    other. ``refusals``: the producer may stage another prompt, or shut down.
+    ``attempts`` are offers of one transfer by the consumer's first life (a later life makes one), each to all
+    ``ranks`` of the producer; ``stagings`` is how often a rank's engine begins to stage it, in at most ``parts``.
+    ``losses``: a side may be told, truly or not, that it lost the other. ``refusals``: a producer may stage another
+    prompt, or shut down. Of several ranks the first alone may be preempted, and restarted: any one of them stands for
+    any other.
     """
 
     attempts: int = 2
     parts: int = 2
+    ranks: int = 1
     p_restarts: int = 1
     c_restarts: int = 1
     preemptions: int = 1
@@ -55,87 +66,112 @@ class Bounds:
     """A wrong transport: it takes a producer's death for proof although bytes still travel."""
 
 
-class _Env(NamedTuple):
-    p_life: int = 0
-    c_life: int = 0
-    p_dead: bool = False
-    offered: int = 0
+class _Seat(NamedTuple):
+    name: str
+    alive: bool = True
     stagings: int = 0
     staged: int = 0
-    """Tokens that the producer's engine has staged; -1: preempted, -2: over, and its blocks not yet back."""
+    """Tokens that the engine has staged; -1: preempted, -2: over, and its blocks not yet back."""
     preempted: int = 0
     closing: bool = False
+    ended: frozenset[tuple[TransferKey, str]] = frozenset()
+
+
+class _Env(NamedTuple):
+    c_name: str = "c0"
+    offered: int = 0
     owners: tuple[TransferKey | None, ...] = (None,) * len(BLOCKS)
-    ended_p: frozenset[tuple[TransferKey, str]] = frozenset()
-    ended_c: frozenset[tuple[TransferKey, str]] = frozenset()
+    ended: frozenset[tuple[TransferKey, str]] = frozenset()
 
 
-class Env(_Env):
-    """What is neither machine, network nor flight: lives, engines, who owns each target block, and outcomes.
-
-    There is one of a kind (:meth:`but` and :meth:`first` make them), so that they compare by identity.
-    """
+class _OfAKind:
+    """There is one of a kind of these (:meth:`but` and ``first`` make them), so that they compare by identity."""
 
     __slots__ = ()
-    _kinds: ClassVar[dict[tuple[Any, ...], Env]] = {}
-    _changes: ClassVar[dict[tuple[Any, ...], Env]] = {}
+    _kinds: ClassVar[dict[tuple[Any, ...], Any]] = {}
+    _changes: ClassVar[dict[tuple[Any, ...], Any]] = {}
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    @classmethod
-    def first(cls, **fields: Any) -> Env:
-        """The one with these fields."""
-        return cls(**fields)._one()
-
-    def but(self, **fields: Any) -> Env:
+    def but(self: K, **fields: Any) -> K:
         """The one that differs in these fields."""
         change = (self, *fields.items())
         known = self._changes.get(change)
         if known is None:
-            known = self._changes[change] = self._replace(**fields)._one()
+            known = self._changes[change] = one_of_a_kind(self._replace(**fields))
         return known
 
-    def _one(self) -> Env:
-        return self._kinds.setdefault(tuple(self), self)
+
+class Seat(_OfAKind, _Seat):
+    """What is neither machine, network nor flight about a producer rank: its life, its engine, its outcomes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def first(cls, rank: int, life: int = 0) -> Seat:
+        """A rank that has just started."""
+        return one_of_a_kind(cls(f"{RANKS[rank]}{life}"))
 
     @property
-    def p_name(self) -> str:
-        """The producer's present epoch."""
-        return f"p{self.p_life}"
+    def life(self) -> int:
+        """How many lives it has had before."""
+        return int(self.name[1:])
+
+
+class Env(_OfAKind, _Env):
+    """The same about the consumer, and the owner of each target block."""
+
+    __slots__ = ()
+
+    @classmethod
+    def first(cls, life: int = 0) -> Env:
+        """A consumer that has just started."""
+        return one_of_a_kind(cls(f"c{life}"))
 
     @property
-    def c_name(self) -> str:
-        """The consumer's present epoch."""
-        return f"c{self.c_life}"
+    def life(self) -> int:
+        """How many lives it has had before."""
+        return int(self.c_name[1:])
 
-    def lives(self, peer: str) -> bool:
-        """Whether an epoch is that of a process that runs."""
-        return peer == self.c_name or (peer == self.p_name and not self.p_dead)
+
+def one_of_a_kind(thing: T) -> T:
+    """The one that all its equals are."""
+    return _OfAKind._kinds.setdefault((type(thing), *thing), thing)
 
 
 class World(NamedTuple):
-    """One joint state. Machines are numbers; sets of messages and of WRITEs are bit masks."""
+    """One joint state. Machines are numbers (-1: dead); sets of messages and of WRITEs are bit masks."""
 
-    p: int
+    ps: tuple[int, ...]
     c: int
     to_p: int
+    """Messages on their way to producers; each says to which."""
     to_c: int
     air: int
     """WRITEs whose bytes may still land."""
     untold: int
-    """WRITEs whose end the producer has not been told."""
+    """WRITEs whose end their producer has not been told."""
     posted: int
-    """WRITEs ever posted for offers that the producer still serves."""
+    """WRITEs ever posted for offers that their producer still serves."""
+    seats: tuple[Seat, ...]
     env: Env
+
+    def with_seat(self, rank: int, seat: Seat) -> World:
+        """The world with another seat of a rank."""
+        return self._replace(seats=put(self.seats, rank, seat))
+
+    def lives(self, name: str) -> bool:
+        """Whether an epoch is that of a process that runs."""
+        return name == self.env.c_name or name in alive(self.seats)
 
 
 class Flight(NamedTuple):
     """One WRITE, from one life to another."""
 
-    p_life: int
-    c_life: int
+    producer: str
+    consumer: str
     write: int
     key: TransferKey
     block: int
@@ -145,6 +181,17 @@ class Flight(NamedTuple):
     def tokens(self) -> set[int]:
         """The tokens it writes."""
         return {token for span in self.complete.spans for token in range(span.token_start, span.token_stop)}
+
+
+def put(row: tuple[T, ...], index: int, thing: T) -> tuple[T, ...]:
+    """A row with another thing in one place."""
+    return (*row[:index], thing, *row[index + 1 :])
+
+
+@cache
+def alive(seats: tuple[Seat, ...]) -> tuple[str, ...]:
+    """The epochs of the producer ranks that run."""
+    return tuple(seat.name for seat in seats if seat.alive)
 
 
 class Bits:
@@ -176,9 +223,13 @@ class Bits:
         return sum(bit for bit, thing in self.each(mask) if wanted(thing))
 
 
-def owed(start: int, stop: int, _end: int) -> tuple[Span, ...]:
-    """One group of one layer: what is owed are the tokens."""
-    return (Span(0, 0, 1, start, stop),) if start < stop else ()
+class Owes(NamedTuple):
+    """What a rank owes: one layer of its own, of each token."""
+
+    rank: int
+
+    def __call__(self, start: int, stop: int, _end: int = TOKENS) -> tuple[Span, ...]:
+        return (Span(0, self.rank, self.rank + 1, start, stop),) if start < stop else ()
 
 
 def nonce_of(key: TransferKey, peer: str) -> bytes:
@@ -186,9 +237,9 @@ def nonce_of(key: TransferKey, peer: str) -> bytes:
     return f"{key.epoch}{key.attempt}{peer}".ljust(16).encode()
 
 
-def key_of(c_life: int, attempt: int) -> TransferKey:
+def key_of(c_name: str, attempt: int) -> TransferKey:
     """The key of an attempt of a life of the consumer."""
-    return TransferKey("t", "e", f"c{c_life}", 0, attempt)
+    return TransferKey("t", "e", c_name, 0, attempt)
 
 
 def block_table(block: int) -> Blocks:
@@ -218,27 +269,28 @@ class Effects:
     def __init__(self) -> None:
         self.flights = Bits()
 
-    def producer(self, w: World, commands: tuple[Command, ...], alone: bool) -> World:
+    def producer(self, w: World, rank: int, commands: tuple[Command, ...], alone: bool) -> World:
         """``alone``: the machine was moved by its own deadline or by a loss, not by the consumer's word."""
         for command in commands:
+            seat = w.seats[rank]
             if isinstance(command, Post):
-                w = self._post(w, command)
+                w = self._post(w, seat, command)
             elif isinstance(command, Ended):
-                w = w._replace(env=_ended_p(w.env, command, alone))
+                w = w.with_seat(rank, _ended_p(seat, command, alone))
+                agree(w.seats, w.env)
             elif isinstance(command, StageEnded):
-                w = w._replace(env=w.env.but(staged=-2 if w.env.staged else 0))
+                w = w.with_seat(rank, seat.but(staged=-2 if seat.staged else 0))
             elif isinstance(command, StageReleased):
-                w = w._replace(env=self._stage_released(w))
+                self._check_sources(w, seat)
+                w = w.with_seat(rank, seat.but(staged=0))
         return w
 
-    def _post(self, w: World, post: Post) -> World:
-        life = int(post.peer[1:])
-        block = block_of(post.target)
-        flight = Flight(w.env.p_life, life, post.write, post.key, block, post.complete)
+    def _post(self, w: World, seat: Seat, post: Post) -> World:
+        flight = Flight(seat.name, post.peer, post.write, post.key, block_of(post.target), post.complete)
         for _, earlier in self.flights.each(w.posted):
-            if earlier.key == post.key and earlier.p_life == w.env.p_life and earlier.tokens & flight.tokens:
+            if earlier.key == post.key and earlier.producer == seat.name and earlier.tokens & flight.tokens:
                 raise Violation(f"posted once: tokens {flight.tokens} of {post.key} are posted again")
-        if w.env.staged == 0:
+        if seat.staged == 0:
             raise Violation(f"sources are held: a WRITE of {post.key} is posted from blocks that were given back")
         bit = self.flights.of(flight)
         w = w._replace(air=w.air | bit, untold=w.untold | bit, posted=w.posted | bit)
@@ -249,23 +301,23 @@ class Effects:
         """A WRITE under way can land at the next moment: the owner of its block must be its own transfer now."""
         for _, flight in self.flights.each(w.air & mask):
             owner = w.env.owners[flight.block]
-            if flight.c_life == w.env.c_life and owner != flight.key:
+            if flight.consumer == w.env.c_name and owner != flight.key:
                 whose = f"{owner}'s" if owner else "somebody else's"
                 raise Violation(
                     f"custody ends on proof: bytes of {flight.key} land in block {BLOCKS[flight.block]}, now {whose}"
                 )
 
-    def _stage_released(self, w: World) -> Env:
+    def _check_sources(self, w: World, seat: Seat) -> None:
         for _, flight in self.flights.each(w.air):
-            if flight.p_life == w.env.p_life:
+            if flight.producer == seat.name:
                 raise Violation(f"sources are held: a WRITE of {flight.key} reads blocks that were given back")
-        return w.env.but(staged=0)
 
-    def consumer(self, w: World, commands: tuple[Command, ...], arrived: frozenset[tuple[bytes, int]]) -> World:
-        """``arrived`` are the tokens that have landed, by the nonce of their offer."""
+    def consumer(self, w: World, commands: tuple[Command, ...], arrived: Arrived) -> World:
+        """Blocks that are released are nobody's, and outcomes are compared with what has landed."""
         for command in commands:
             if isinstance(command, Ended):
-                w = w._replace(env=_ended_c(w.env, command, arrived))
+                w = w._replace(env=_ended_c(w.env, command, arrived, len(w.seats)))
+                agree(w.seats, w.env)
             elif isinstance(command, Released):
                 owners = tuple(None if owner == command.key else owner for owner in w.env.owners)
                 w = w._replace(env=w.env.but(owners=owners))
@@ -273,34 +325,36 @@ class Effects:
         return w
 
 
-def _ended_p(env: Env, end: Ended, alone: bool) -> Env:
-    if any(key == end.key for key, _ in env.ended_p):
-        raise Violation(f"one outcome: {end.key} ends a second time at the producer, {end.outcome.value}")
+def _ended_p(seat: Seat, end: Ended, alone: bool) -> Seat:
+    if any(key == end.key for key, _ in seat.ended):
+        raise Violation(f"one outcome: {end.key} ends a second time at {seat.name}, {end.outcome.value}")
     how = "complete" if end.outcome is Outcome.COMPLETE else "alone" if alone else "answered"
-    return agree(env.but(ended_p=env.ended_p | {(end.key, how)}))
+    return seat.but(ended=seat.ended | {(end.key, how)})
 
 
-def _ended_c(env: Env, end: Ended, arrived: frozenset[tuple[bytes, int]]) -> Env:
-    if any(key == end.key for key, _ in env.ended_c):
+def _ended_c(env: Env, end: Ended, arrived: Arrived, ranks: int) -> Env:
+    if any(key == end.key for key, _ in env.ended):
         raise Violation(f"one outcome: {end.key} ends a second time at the consumer, {end.outcome.value}")
     how = "rejected" if end.outcome.rejected else "other"
     if end.outcome is Outcome.COMPLETE:
         how = "complete"
         mine = f"{end.key.epoch}{end.key.attempt}".encode()
-        here = {token for nonce, token in arrived if nonce.startswith(mine)}
-        missing = sorted(set(range(TOKENS)) - here)
+        here = {(rank, token) for nonce, rank, token in arrived if nonce.startswith(mine)}
+        missing = sorted({(rank, token) for rank in range(ranks) for token in range(TOKENS)} - here)
         if missing:
-            raise Violation(f"complete means covered: {end.key} is complete without tokens {missing}")
-    return agree(env.but(ended_c=env.ended_c | {(end.key, how)}))
+            lacks = ", ".join(f"token {token} of rank {RANKS[rank]}" for rank, token in missing)
+            raise Violation(f"complete means covered: {end.key} is complete without {lacks}")
+    return env.but(ended=env.ended | {(end.key, how)})
 
 
-def agree(env: Env) -> Env:
-    """The outcomes of the two sides agree as far as a word could cross."""
-    theirs = dict(env.ended_p)
-    for key, mine in env.ended_c:
-        other = theirs.get(key)
-        if other == "complete" and mine == "rejected":
+def agree(seats: tuple[Seat, ...], env: Env) -> None:
+    """The outcomes of the two sides agree as far as a word could cross.
+
+    A rank may be complete although the consumer was refused, by another rank: not if all of them are.
+    """
+    for key, mine in env.ended:
+        theirs = [how for seat in seats for ended, how in seat.ended if ended == key]
+        if mine == "rejected" and theirs.count("complete") == len(seats):
             raise Violation(f"agreement: {key} is complete at the producer, rejected at the consumer")
-        if other == "answered" and mine == "complete":
+        if mine == "complete" and "answered" in theirs:
             raise Violation(f"agreement: {key} is complete at the consumer and failed at the producer, which asked")
-    return env

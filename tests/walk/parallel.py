@@ -1,6 +1,6 @@
 """The same search by many processes, for what is too much for one core or its memory.
 
-A world belongs to the process that its producer's state says, so that most moves stay at home. What a world is made
+A world belongs to the process that its producers' states say, so that most moves stay at home. What a world is made
 of (machine states, messages, WRITEs, environments) has numbers that are the same for all: a log that everybody reads
 and, one at a time, adds to. How it ends: as soon as all wait and as many worlds have been taken as were sent.
 """
@@ -25,9 +25,9 @@ from typing import Any
 from walk.errors import Violation
 from walk.machines import Machines, freeze
 from walk.moves import Moves
-from walk.rules import Rules
+from walk.rules import Net, Rules
 from walk.search import Covered, Walked
-from walk.world import Bits, Bounds, Env, World
+from walk.world import Bits, Bounds, Env, Seat, World, one_of_a_kind
 
 Wire = tuple[int, ...]
 BATCH = 2000
@@ -98,17 +98,13 @@ class SharedMachines(Machines[Any]):
         return known
 
 
-class SharedBits(Bits):
+class _Agreed(Bits):
     """Bit numbers that all processes agree on."""
 
     def share(self, log: Log, kind: str) -> None:
         """From now on."""
         self._log, self._kind = log, kind
-        log.learn[kind] = self._learn
-
-    def _learn(self, thing: Any) -> None:
-        self._bits[thing] = 1 << len(self.things)
-        self.things.append(thing)
+        log.learn[kind] = self.add
 
     def of(self, thing: Any) -> int:
         """See Bits."""
@@ -116,28 +112,46 @@ class SharedBits(Bits):
         return self._log.number(self._kind, thing, lambda: self._bits.get(thing)) if known is None else known
 
 
-class Envs:
-    """Environments by number."""
+class SharedBits(_Agreed):
+    """Of WRITEs."""
+
+
+class SharedNet(_Agreed, Net):
+    """Of messages."""
+
+
+class Kinds:
+    """What there is one of a kind of, by number: seats and environments."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._numbers: dict[Env, int] = {}
-        self._envs: list[Env] = []
-        log.learn["env"] = self._learn
+        self._numbers: dict[Seat | Env, int] = {}
+        self._things: list[Any] = []
+        log.learn["kind"] = self._learn
 
-    def _learn(self, fields: tuple[Any, ...]) -> None:
-        env = Env.first(**dict(zip(Env._fields, fields, strict=True)))
-        self._numbers[env] = len(self._envs)
-        self._envs.append(env)
+    def _learn(self, record: tuple[type[Seat | Env], tuple[Any, ...]]) -> None:
+        kind, fields = record
+        thing = one_of_a_kind(kind(*fields))
+        self._numbers[thing] = len(self._things)
+        self._things.append(thing)
 
-    def number(self, env: Env) -> int:
-        """The number of an environment."""
-        known = self._numbers.get(env)
-        return self._log.number("env", tuple(env), lambda: self._numbers.get(env)) if known is None else known
+    def number(self, thing: Seat | Env) -> int:
+        """The number of a thing."""
+        known = self._numbers.get(thing)
+        if known is None:
+            known = self._log.number("kind", (type(thing), tuple(thing)), lambda: self._numbers.get(thing))
+        return known
 
-    def env(self, number: int) -> Env:
-        """The environment with a number."""
-        return self._envs[number]
+    def wire(self, w: World) -> Wire:
+        """A world as numbers."""
+        seats = (self.number(seat) for seat in w.seats)
+        return (*w.ps, *w[1:7], *seats, self.number(w.env))
+
+    def world(self, wire: Wire) -> World:
+        """The world that numbers stand for."""
+        ranks = (len(wire) - 7) // 2
+        *seats, env = (self._things[number] for number in wire[ranks + 6 :])
+        return World(wire[:ranks], *wire[ranks : ranks + 6], tuple(seats), env)
 
 
 @dataclass
@@ -168,7 +182,7 @@ class Part:
 
     def __post_init__(self) -> None:
         self.log = Log(self.shared.path, self.shared.lock)
-        self.envs = Envs(self.log)
+        self.kinds = Kinds(self.log)
         self.rules = shared_rules(self.shared, self.log)
         self.moves, self.covered = Moves(self.rules), Covered(self.rules)
         self.queue: deque[World] = deque()
@@ -177,7 +191,10 @@ class Part:
 
     def owner(self, w: World) -> int:
         """Whose world this is: of all that have the same core one process's."""
-        return (w.p * 7919 + (w.c * 104_729 if w.env.p_dead else 0)) % len(self.shared.inboxes)
+        number = w.c * 104_729 if -1 in w.ps else 0
+        for p in w.ps:
+            number = number * 31 + p * 7919
+        return number % len(self.shared.inboxes)
 
     def put(self, w: World) -> None:
         """A world that was reached."""
@@ -185,7 +202,7 @@ class Part:
             if self.covered.add(w):
                 self.queue.append(w)
             return
-        wire = (*w[:7], self.envs.number(w.env))
+        wire = self.kinds.wire(w)
         if wire in self.told:
             return
         if len(self.told) > REMEMBERED:
@@ -212,8 +229,8 @@ class Part:
             return False
         self.shared.idle[self.me] = 0
         self.log.read()
-        for *numbers, env in batch:
-            self.put(World(*numbers, self.envs.env(env)))
+        for wire in batch:
+            self.put(self.kinds.world(wire))
         self.shared.taken[self.me] += len(batch)
         return True
 
@@ -254,8 +271,11 @@ def shared_rules(shared: Shared, log: Log) -> Rules:
     for machines, kind in ((rules.ps, "p"), (rules.cs, "c")):
         machines.__class__ = SharedMachines
         machines.share(log, kind)  # type: ignore[attr-defined]
-    for bits, kind in ((rules.net, "message"), (rules.effects.flights, "flight")):
-        bits.__class__ = SharedBits
+    for bits, shared_bits, kind in (
+        (rules.net, SharedNet, "message"),
+        (rules.effects.flights, SharedBits, "flight"),
+    ):
+        bits.__class__ = shared_bits
         bits.share(log, kind)  # type: ignore[attr-defined]
     return rules
 

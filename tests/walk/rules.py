@@ -72,9 +72,9 @@ class Net(Bits):
         super().__init__()
         self._to: dict[str, int] = {}
 
-    def of(self, thing: Any) -> int:
-        """The mask with this parcel's bit."""
-        bit = super().of(thing)
+    def add(self, thing: Any) -> int:
+        """Give a new parcel the next bit."""
+        bit = super().add(thing)
         self._to[thing.receiver] = self._to.get(thing.receiver, 0) | bit
         return bit
 

@@ -35,8 +35,15 @@ def test_a_broken_rule_is_found(mutant: Mutant) -> None:
     assert seen.path
 
 
-def test_many_processes_see_what_one_does() -> None:
-    bounds = Bounds(attempts=1, parts=1, preemptions=0, c_restarts=0)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        Bounds(attempts=1, parts=1, preemptions=0, c_restarts=0),
+        Bounds(attempts=1, parts=1, ranks=2, preemptions=0, c_restarts=0, p_restarts=0, losses=False),
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_many_processes_see_what_one_does(bounds: Bounds) -> None:
     one, many = walk(Rules(bounds)), walk_by_many(bounds, 3)
     assert walk_by_many(bounds, 1) == one
     assert many.whole
@@ -45,7 +52,7 @@ def test_many_processes_see_what_one_does() -> None:
     assert abs(many.uncovered - one.uncovered) < one.uncovered / 50  # which come first decides which are forgotten
 
 
-@pytest.mark.parametrize("name", ["E", "nonce", "preempt", "posts on"])
+@pytest.mark.parametrize("name", ["E", "nonce", "preempt", "posts on", "first proof", "covered by one"])
 def test_many_processes_find_a_broken_rule(name: str) -> None:
     (mutant,) = (one for one in MUTANTS if one.name == name)
     mutated = type("Mutated", (Rules,), {"producer": mutant.producer, "consumer": mutant.consumer})

@@ -204,10 +204,13 @@ class Bits:
     def of(self, thing: Any) -> int:
         """The mask with this thing's bit."""
         known = self._bits.get(thing)
-        if known is None:
-            known = self._bits[thing] = 1 << len(self.things)
-            self.things.append(thing)
-        return known
+        return self.add(thing) if known is None else known
+
+    def add(self, thing: Any) -> int:
+        """Give a new thing the next bit."""
+        bit = self._bits[thing] = 1 << len(self.things)
+        self.things.append(thing)
+        return bit
 
     def each(self, mask: int) -> list[tuple[int, Any]]:
         """The things in a mask, each with its bit."""

@@ -78,6 +78,7 @@ walk: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/handover.py
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/descriptors.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -24,7 +24,7 @@ PIECES = (512, 2 << 10, 8 << 10, 32 << 10, 256 << 10, 4 << 20)
 TOTAL = 64 << 20
 """Bytes a request, where ``--regions`` and ``--count`` do not say otherwise."""
 WAIT = 120.0
-WAYS = ("direct", "landing")
+WAYS = ("direct", "landing", "auto")
 
 
 def make_cache(regions: int, blocks: int, piece: int, value: int) -> Any:
@@ -195,10 +195,14 @@ def main() -> None:
         row: dict[str, Any] = {"piece": piece, "regions": regions, "pieces_a_region": count}
         row |= {f"{way}_ms": taken for way, taken in middle.items()}
         row |= {f"{way}_over_landing": middle[way] / middle["landing"] for way in ("raw", "direct")}
+        row["auto_over_best"] = middle["auto"] / min(middle["direct"], middle["landing"])
         rows.append(row)
         if not options.json:
             told = ", ".join(f"{way} {taken:8.1f} ms" for way, taken in middle.items())
-            print(f"{regions:>4} x {count:>5} x {piece:>8} B: {told}; raw / landing {row['raw_over_landing']:.2f}")
+            print(
+                f"{regions:>4} x {count:>5} x {piece:>8} B: {told}; raw / landing {row['raw_over_landing']:.2f}",
+                flush=True,
+            )
     if options.json:
         json.dump({"tls": options.tls or "UCX's choice", "cores": os.cpu_count(), "rows": rows}, sys.stdout)
 

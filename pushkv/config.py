@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from pushkv.core.limits import Limits
+from pushkv.core.ways import Costs
 from pushkv.errors import ConfigError
 
 LONGEST = 86400.0
@@ -60,8 +61,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     ``landing``: ``direct`` has producers WRITE into the consumer's blocks. With ``landing`` they gather parts into
     staging slots and WRITE those into slots of the consumer's landing ring, which scatters them; then only slots are
-    registered, and both sides need it. ``auto`` takes landing where both sides have slots. ``landing_bytes`` are
-    allocated for slots of ``slot_bytes`` each, on the cache's device, when the endpoint is made.
+    registered, and both sides need it. ``auto`` takes the way that is cheaper by ``landing_costs`` where both sides
+    have slots, a transfer at a time; the consumer's setting counts. ``landing_bytes`` are allocated for slots of
+    ``slot_bytes`` each, on the cache's device, when the endpoint is made.
 
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
@@ -87,6 +89,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     landing: Literal["direct", "landing", "auto"] = "direct"
     landing_bytes: int = 256 << 20
     slot_bytes: int = 16 << 20
+    landing_costs: Costs = Costs()
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()
@@ -117,6 +120,15 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not 0 <= self.quarantine_limit <= 1:
             raise ConfigError(f"quarantine_limit is {self.quarantine_limit}; give a share of the cache, from 0 to 1.")
         _check_limits(self.limits)
+        _check_costs(self.landing_costs)
+
+
+def _check_costs(costs: Costs) -> None:
+    _check_types(costs, "landing_costs.")
+    for field in msgspec.structs.fields(costs):
+        value = getattr(costs, field.name)
+        if not (value > 0 or (value == 0 and field.name != "wire")):
+            raise ConfigError(f"landing_costs.{field.name} is {value}; give a number above 0.")
 
 
 def _check_limits(limits: Limits) -> None:

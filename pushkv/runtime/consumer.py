@@ -14,11 +14,12 @@ from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, Ended, Released
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.geometry import Geometry
-from pushkv.core.messages import Ring, TransferKey
+from pushkv.core.messages import Blocks, Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.prompt import DIGEST_BYTES
 from pushkv.core.receiving import Order
-from pushkv.core.template import uncovered
+from pushkv.core.template import Range, uncovered
+from pushkv.core.ways import lands, weigh
 from pushkv.errors import AddressError, GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.address import Address, parse_dialled
@@ -27,7 +28,7 @@ from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.life import Life
-from pushkv.runtime.pair import Pair
+from pushkv.runtime.pair import Pair, tables
 from pushkv.runtime.requests import MOST, check_request, check_tables, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.runtime.slots import pool_of
@@ -116,6 +117,8 @@ class Consumer(Endpoint[Consuming]):
         """When a rank that is away is dialled next, and how long was waited for that."""
         self._redials: dict[str, Dial] = {}
         super().__init__(config, cache, transport=transport, trace=trace)
+        slots = self._shared.slots
+        self._costs = config.landing_costs if slots is None else slots.costs(config.landing_costs)
         self._listen()
 
     def _make_side(self, shared: Shared) -> Consuming:
@@ -223,7 +226,7 @@ class Consumer(Endpoint[Consuming]):
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
             told = {pair.agent: siblings * pair.readers(self._fellows) for pair in pairs}
-            target = Ring(into.tables) if self._lands(pairs) else into
+            target = Ring(into.tables) if self._lands(pairs, into, (start, stop)) else into
             return Order(key, target, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
@@ -265,9 +268,16 @@ class Consumer(Endpoint[Consuming]):
         life.submit(lambda side: side.decline(key, told))
         return handle
 
-    def _lands(self, pairs: tuple[Pair, ...]) -> bool:
-        """Whether a transfer's parts land in slots."""
-        return self.config.landing != "direct" and all(pair.room for pair in pairs)
+    def _lands(self, pairs: tuple[Pair, ...], into: Blocks, tokens: Range) -> bool:
+        """Whether a transfer's parts land in slots: where they can, and ``auto`` finds it cheaper."""
+        slots = self._shared.slots
+        if slots is None or not all(pair.room for pair in pairs):
+            return False
+        if self.config.landing == "landing":
+            return True
+        weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
+        pieces, size = (sum(column) for column in zip(*weights, strict=True))
+        return lands(self._costs, pieces, size, min(pair.room for pair in pairs))
 
     def _crowded(self) -> str:
         """Why nothing more is offered: too much of the cache waits for proof; empty where it may be."""

@@ -18,6 +18,7 @@ from pushkv.backends.rows import Runs
 from pushkv.cache import KVCache
 from pushkv.core.layouts import Shard, shard
 from pushkv.core.states import Slot
+from pushkv.core.ways import Costs
 from pushkv.errors import BackendError, ConfigError, HandshakeError
 from pushkv.runtime.consuming import Consuming
 from pushkv.transport.memory import Faults, Network
@@ -131,7 +132,9 @@ class TestTransfers:
 class TestAgreement:
     def test_both_ways_beside_each_other(self, scene: Scene) -> None:
         producer = scene.producer(**{**LANDING, "landing": "auto"})
-        lands, direct = scene.consumer("d0", **{**LANDING, "landing": "auto"}), scene.consumer("d1")
+        dear = Costs(descriptor=1.0, copy=1e9)
+        lands = scene.consumer("d0", **{**LANDING, "landing": "auto", "landing_costs": dear})
+        direct = scene.consumer("d1", **{**LANDING, "landing": "auto", "landing_costs": Costs(descriptor=0.0)})
         for number, consumer in enumerate((lands, direct)):
             pushed = Pushed(producer, consumer, f"r{number}", blocks_for(20), blocks_for(20, 9), 20)
             transfer = pushed.offer(consumer.connect(producer.address))
@@ -139,6 +142,7 @@ class TestAgreement:
             assert transfer.wait(WAIT) is Outcome.COMPLETE
             assert pushed.arrived()
         assert "scatters" not in direct.stats()
+        assert lands.stats()["scatters"] > 0
 
     @pytest.mark.parametrize("ours", [True, False])
     def test_one_that_lands_everything_refuses_one_without_slots(self, scene: Scene, ours: bool) -> None:
@@ -157,6 +161,17 @@ class TestAgreement:
         _, consumer = landing_pair(scene)
         (region,) = scene.transports[consumer.agent]._station.regions
         assert region == consumer._shared.slots.region  # type: ignore[union-attr]
+
+    def test_costs_that_cannot_be(self, scene: Scene) -> None:
+        with pytest.raises(ConfigError, match=r"landing_costs\.wire is 0"):
+            scene.consumer(landing="auto", landing_costs=Costs(wire=0.0))
+
+    def test_the_speed_of_copies_is_measured_where_it_is_not_given(self, scene: Scene) -> None:
+        array = fill(memory_of())
+        consumer = scene.consumer(cache=cache_of(array), landing="auto", slot_bytes=1 << 14, landing_bytes=1 << 15)
+        before = array.copy()
+        assert consumer._costs.copy > 0
+        assert (array == before).all()
 
     def test_settings_that_leave_no_room(self, scene: Scene) -> None:
         with pytest.raises(ConfigError, match="at least a slot"):

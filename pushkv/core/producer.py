@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pushkv.core.commands import Command, Post
+from pushkv.core.commands import Command, Post, Send
 from pushkv.core.messages import (
     Ack,
     Blocks,
@@ -137,18 +137,31 @@ class ProducerMachine(Packing):
             return
         customer = self._book.customers.setdefault(peer, Customer(owed, self.limits.window))
         customer.owed, customer.cut, customer.lost = owed, cut, False
+        for failed in customer.untold.values():
+            self._out.put(Send(peer, failed, insist=True))
 
     def peer_lost(self, peer: str, detail: str, now: float) -> None:
-        """A consumer cannot be reached: its transfers end. What is in flight stays in custody."""
+        """A consumer cannot be reached: its transfers end. What is in flight stays in custody.
+
+        It may be there all the same, and wait: so it is told, over the control connection.
+        """
         customer = self._book.customers.get(peer)
         if customer is None or customer.lost:
             return
         customer.lost = True
         self.timers.cancel(("lease", peer))
         for serving in list(customer.live.values()):
+            self._tell_of_loss(customer, serving, detail)
             self._over(serving, OutcomeEvent.END, Outcome.PEER_LOST, detail)
             self._stop(serving)
         self.timers.set(("proof", peer), now)
+
+    def _tell_of_loss(self, customer: Customer, serving: Serving, detail: str) -> None:
+        if serving.state is not Sending.OVER:
+            offer, stuck = serving.offer, serving.custody is Source.STUCK
+            failed = Failed(offer.key, offer.sequence, Outcome.PEER_LOST, detail[:2000], stuck)
+            customer.untold[offer.sequence] = failed
+            self._out.put(Send(serving.peer, failed, insist=True))
 
     def writes_ended(self, peer: str, now: float) -> None:
         """The transport has proof that no WRITE to this consumer epoch reads or writes memory any more.
@@ -245,6 +258,9 @@ class ProducerMachine(Packing):
         if offer.sequence < customer.floor:
             self.counts["offer below the floor"] += 1
             return
+        if offer.sequence in customer.untold:
+            self._out.put(Send(peer, customer.untold[offer.sequence], insist=True))
+            return
         if offer.sequence in customer.dead:
             self._answer_dead(peer, customer, offer)
             return
@@ -284,6 +300,7 @@ class ProducerMachine(Packing):
                 self._fail(rival, Outcome.SUPERSEDED, f"attempt {latest} follows", now)
 
     def _on_cancel(self, peer: str, customer: Customer, cancel: Cancel, now: float) -> None:
+        customer.untold.pop(cancel.sequence, None)
         serving = customer.live.get(cancel.sequence)
         if serving is None:
             if customer.may_start(cancel.sequence):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pushkv.core.messages import Offer, Ring, TransferKey
+from pushkv.core.messages import Failed, Offer, Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
 from pushkv.core.states import SENDING, OutcomeEvent, Sending, Source, step
@@ -77,7 +77,8 @@ class Customer:
 
     Everything below ``floor`` is over by the consumer's own word. ``dead`` holds the sequences from the floor on
     that are over here, with the reason where the offer was refused; it lives as long as the epoch, bounded by the
-    window, and nothing is evicted from it: a Cancel that overtook its Offer is remembered there.
+    window, and nothing is evicted from it: a Cancel that overtook its Offer is remembered there. ``untold`` holds
+    what the consumer was told of offers that ended when it was lost, until it says that it knows; bounded alike.
     """
 
     owed: Owed
@@ -87,6 +88,7 @@ class Customer:
     floor: int = 1
     live: dict[int, Serving] = field(default_factory=dict)
     dead: dict[int, Outcome | None] = field(default_factory=dict)
+    untold: dict[int, Failed] = field(default_factory=dict)
     lost: bool = False
 
     def raise_floor(self, floor: int) -> None:
@@ -95,6 +97,7 @@ class Customer:
             return
         self.floor = floor
         self.dead = {sequence: why for sequence, why in self.dead.items() if sequence >= floor}
+        self.untold = {sequence: failed for sequence, failed in self.untold.items() if sequence >= floor}
 
     def within(self, sequence: int) -> bool:
         """Whether the sequence is one that a well-behaved consumer may use now."""

@@ -38,7 +38,8 @@ class Producing(Gathering):
 
     def __init__(self, shared: Shared, machine: ProducerMachine) -> None:
         super().__init__(shared, machine)
-        self._warming: dict[int, Pair] = {}
+        self._warming: dict[int, tuple[Pair, bytes]] = {}
+        """The WRITEs that open paths, with the pair and its handshake's token."""
         self._seen: dict[TransferKey, int] = {}
 
     def ground(self, detail: str, now: float) -> None:
@@ -153,12 +154,18 @@ class Producing(Gathering):
         source, target = self.reached(pair)
         try:
             write = self.transport.write(pair.agent, _no_bytes(source), _no_bytes(target), notification)
-            self._warming[write] = pair
-        except PeerLost as error:
-            pair.broken = True
-            self.lose(pair, str(error), self.shared.clock())
+            self._warming[write] = pair, token
         except TransportError as error:
-            log.warning("The path to %s could not be opened: %s", pair.agent, error)
+            self._no_path(pair, token, str(error), isinstance(error, PeerLost), self.shared.clock())
+
+    def _no_path(self, pair: Pair, token: bytes, detail: str, lost: bool, now: float) -> None:
+        """The path could not be opened: the consumer waits for that, and is told."""
+        log.warning("The path to %s could not be opened: %s", pair.agent, detail)
+        told = f"its path to {pair.agent} could not be opened: {detail}"
+        self.shared.control.send(pair.route, wire.Refusal(token, told[:2000]))
+        if lost:
+            pair.broken = True
+            self.lose(pair, detail, now)
 
     def hello(self, pair: Pair) -> None:
         """The consumer's answer to the warm-up: both ways are open."""
@@ -238,13 +245,9 @@ class Producing(Gathering):
             self._warmed(result, now)
 
     def _warmed(self, result: WriteResult, now: float) -> None:
-        pair = self._warming.pop(result.write, None)
-        if pair is None or result.status is WriteStatus.DONE:
-            return
-        log.warning("The path to %s could not be opened: %s", pair.agent, result.error)
-        if result.peer_lost:
-            pair.broken = True
-            self.lose(pair, result.error, now)
+        warmed = self._warming.pop(result.write, None)
+        if warmed is not None and result.status is WriteStatus.FAILED:
+            self._no_path(*warmed, result.error, result.peer_lost, now)
 
 
 def _lattice(regions: tuple[Region, ...], rows: UnitRows, unit: int) -> Lattice:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from protocol import PROMPT, TOKENS, blocks, key, offer, only, owed, posted, producer, sent, stage
+from protocol import PROMPT, TOKENS, blocks, consumer, key, offer, only, order, owed, posted, producer, sent, stage
 
-from pushkv.core.commands import AskProof, Ended, Post, StageEnded, StageReleased
+from pushkv.core.commands import AskProof, Command, Ended, Post, Released, Send, StageEnded, StageReleased
 from pushkv.core.limits import Limits
-from pushkv.core.messages import Ack, Cancel, Credit, Drained, Failed, Grant, Renew, Ring
+from pushkv.core.messages import Ack, Cancel, Credit, Drained, Failed, Grant, Offer, Renew, Ring
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.states import Source
@@ -343,6 +343,84 @@ class TestPeers:
         assert not only(commands, StageReleased)
         machine.write_done(post.write, 0.0)
         assert only(machine.commands(), StageReleased)
+
+    def told(self, commands: list[Command]) -> list[tuple[int, Outcome, str, bool]]:
+        """What went over the control connection about offers that failed."""
+        sends = [c for c in only(commands, Send) if isinstance(c.message, Failed) and c.insist]
+        return [(c.message.sequence, c.message.outcome, c.message.detail, c.message.stuck) for c in sends]
+
+    def test_a_lost_consumer_is_told_at_once_of_all_that_is_open(self) -> None:
+        """It may be there, and wait: the producer alone has seen a loss. By the way that may not be broken."""
+        machine, (post,) = matched()
+        machine.receive("c0", offer(2, transfer="waits"), 0.0)
+        machine.receive("c0", offer(3, transfer="failing", prompt=b"x" * 32), 0.0)
+        stage(machine, transfer="failing")
+        machine.receive("c0", offer(4, transfer="stuck"), 0.0)
+        stage(machine, transfer="stuck")
+        (stuck,) = only(machine.commands(), Post)[-1:]
+        machine.write_failed(stuck.write, Outcome.TRANSPORT_ERROR, "broke", 0.0)
+        machine.receive("c0", offer(5, transfer="done"), 0.0)
+        stage(machine, transfer="done")
+        (done,) = only(machine.commands(), Post)
+        machine.write_done(done.write, 0.0)
+        machine.commands()
+        machine.peer_lost("c0", "its path broke", 0.0)
+        why = (Outcome.PEER_LOST, "its path broke")
+        assert self.told(machine.commands()) == [
+            (1, *why, False), (2, *why, False), (3, *why, False), (4, *why, True)
+        ]  # fmt: skip
+        machine.peer_lost("c0", "again", 0.0)
+        machine.write_done(post.write, 0.0)
+        assert not self.told(machine.commands())
+
+    def test_it_is_told_again_when_it_is_back_until_it_says_that_it_knows(self) -> None:
+        machine = producer()
+        for sequence in (1, 2, 3):
+            machine.receive("c0", offer(sequence, transfer=f"t{sequence}"), 0.0)
+        machine.peer_lost("c0", "silence", 0.0)
+        machine.commands()
+        machine.connected("c0", owed, 0.0)
+        assert [told[0] for told in self.told(machine.commands())] == [1, 2, 3]
+        machine.receive("c0", Cancel(key(transfer="t2"), 2, Outcome.PEER_LOST), 0.0)
+        machine.receive("c0", Renew(2, 10.0), 0.0)
+        machine.commands()
+        machine.connected("c0", owed, 0.0)
+        assert [told[0] for told in self.told(machine.commands())] == [3]
+
+    def test_it_is_told_when_it_offers_again_what_ended_by_its_loss(self) -> None:
+        """It has not heard an Ack, and would take one for a promise."""
+        machine, _ = matched()
+        machine.receive("c0", offer(2, transfer="other"), 0.0)
+        machine.peer_lost("c0", "silence", 0.0)
+        machine.connected("c0", owed, 0.0)
+        machine.commands()
+        for sequence, transfer in ((1, "t"), (2, "other")):
+            machine.receive("c0", offer(sequence, transfer=transfer), 0.0)
+            commands = machine.commands()
+            assert [told[:2] for told in self.told(commands)] == [(sequence, Outcome.PEER_LOST)]
+            assert not sent(commands, Ack)
+
+    def test_what_it_is_told_ends_its_transfers_with_that_reason(self) -> None:
+        """Both machines, by the control connection alone."""
+        ours, theirs = producer(), consumer()
+        theirs.offer(order(), 0.0)
+        (offered,) = sent(theirs.commands(), Offer)
+        ours.receive("c0", offered, 0.0)
+        ours.peer_lost("c0", "its path broke", 0.0)
+        (failed,) = sent(ours.commands(), Failed)
+        theirs.receive("p0", failed, 0.0)
+        commands = theirs.commands()
+        assert only(commands, Ended) == [Ended(key(), Outcome.PEER_LOST, "its path broke")]
+        assert not only(commands, Released)
+        (cancel,) = sent(commands, Cancel)
+        ours.connected("c0", owed, 0.0)
+        ours.commands()
+        ours.receive("c0", cancel, 0.0)
+        (drained,) = sent(ours.commands(), Drained)
+        theirs.receive("p0", drained, 0.0)
+        assert only(theirs.commands(), Released)
+        ours.connected("c0", owed, 0.0)
+        assert not ours.commands()
 
     def test_back_again_it_still_refuses_what_was_over(self) -> None:
         machine = producer()

@@ -274,7 +274,8 @@ class TestConnectingAgain:
         producer._transfer.submit(lambda: producer._side.peer_gone(token, "its path broke"))
         until(lambda: producer._side.agents[consumer.agent].token != token, "they meet again")
         until(lambda: link.alive)
-        consumer.cancel(transfer)
+        assert transfer.wait(WAIT) is Outcome.PEER_LOST, "it is told, and need not wait for its deadline"
+        assert transfer.detail == "its path broke"
         assert transfer.wait_released(WAIT), "a cancel is answered again"
         transfer = after.offer(link)
         after.stage()

@@ -10,8 +10,8 @@ A state is taken up to what can never matter, so that many states become one:
 * Timers: which may fire is a function of the rest of the state (``due`` of :mod:`walk.timing`), and any of them may
   fire at any time. That a machine really has set what it must, and that what it has set besides does nothing, is
   checked for every state that a machine is ever in, before it is taken for its like.
-* ``tries`` and ``acked`` decide when a message is repeated and by which way. In the walk a message once sent can be
-  delivered for ever, so a repetition is nothing new.
+* ``tries`` and ``acked`` decide when a message is repeated and by which way, and so does ``untold``, which Failed is.
+  In the walk a message once sent can be delivered for ever, so a repetition is nothing new.
 * The floor, lease and rest of time of an offer that has been admitted were used when it came.
 * Where an offer is over, why it failed; where nothing more will be posted for it, how far it was posted. Whether a
   Cancel is still to be answered: the Cancel stays in the network until it is. Of a stage that is over, only whether
@@ -42,9 +42,10 @@ from walk.errors import Violation
 
 M = TypeVar("M")
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)
-_NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "detail", "timers", "tries", "acked", "_out", "_commands")
+_NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "detail", "timers", "_out", "_commands")
+_REPETITIONS = ("tries", "acked", "untold")
 _LISTED_ELSEWHERE = ("_by_write", "_by_transfer", "_next_write")
-_IGNORED = frozenset(_NEVER_MATTERS + _LISTED_ELSEWHERE)
+_IGNORED = frozenset(_NEVER_MATTERS + _REPETITIONS + _LISTED_ELSEWHERE)
 
 
 class Step(NamedTuple):

@@ -63,5 +63,9 @@ class PeerLost(TransportError):
     """The data mover says that the peer is gone. This is no proof that its WRITEs have ended."""
 
 
+class ForkedProcess(PushKVError):
+    """An endpoint, or what it gave, is used in a child of the process that made it."""
+
+
 class EndpointClosed(PushKVError):
     """The endpoint is closed or closing and takes nothing new."""

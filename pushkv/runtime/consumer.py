@@ -27,6 +27,7 @@ from pushkv.runtime.consuming import Consuming, Dial
 from pushkv.runtime.control import Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
+from pushkv.runtime.forked import OfOneProcess
 from pushkv.runtime.life import Life
 from pushkv.runtime.pair import Pair, tables
 from pushkv.runtime.requests import MOST, check_request, check_tables, pack_blocks, whole
@@ -38,7 +39,7 @@ REDIAL, REDIAL_MOST = 1.0, 30.0
 """Seconds between introductions at the address of a rank that is away: at first, and at most."""
 
 
-class Link:
+class Link(OfOneProcess):
     """A connected prefill engine: all of its ranks that hold KV for this consumer rank.
 
     It stays good: when a rank is lost or goes on with another agent, the consumer keeps introducing itself at its

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 
 from pushkv.core.outcome import Outcome
+from pushkv.runtime.forked import OfOneProcess
 
 
-class Ending:
+class Ending(OfOneProcess):
     """How one transfer or stage ends, for whoever waits for it; from any thread."""
 
     def __init__(self) -> None:

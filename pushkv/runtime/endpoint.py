@@ -19,6 +19,7 @@ from pushkv.runtime.address import check_guarded, parse, url
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.factory import TransportFactory, transport_factory
+from pushkv.runtime.forked import OfOneProcess
 from pushkv.runtime.keys import load_keys
 from pushkv.runtime.life import Life, keep
 from pushkv.runtime.lines import Lines
@@ -43,7 +44,7 @@ AGAIN = 1.0
 """Seconds between tries to go on with a fresh agent."""
 
 
-class Endpoint(Generic[S]):
+class Endpoint(OfOneProcess, Generic[S]):
     """Base of Producer and Consumer. Close it, or use it as a context manager."""
 
     role = ""
@@ -135,7 +136,8 @@ class Endpoint(Generic[S]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if not self._forked:
+            self.close()
 
     # The engine's side
 

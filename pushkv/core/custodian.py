@@ -103,7 +103,7 @@ class Custodian:
         self.timers.cancel(("deadline", serving.peer, offer.sequence))
         self.timers.cancel(("failed", serving.peer, offer.sequence))
         self._out.put(Ended(offer.key, outcome, detail))
-        self._stages.sibling_done(offer.key, outcome, offer.siblings)
+        self._stages.sibling_done(offer.key, outcome, offer.siblings, detail)
 
     def _stop(self, serving: Serving) -> None:
         """Nothing more will be posted for this offer."""

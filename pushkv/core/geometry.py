@@ -140,13 +140,16 @@ class BlockTable:
     ids: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        ids: NDArray[Any] = np.asarray(self.ids)
+        try:
+            ids: NDArray[Any] = np.asarray(self.ids)
+        except ValueError as error:  # rows of several lengths
+            raise GeometryError(f"A block table is {self.ids!r:.80}; give one row of integers.") from error
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise GeometryError(
                 f"A block table has shape {ids.shape} and dtype {ids.dtype}; give one row of integers."
             )
-        if self.first < 0:
-            raise GeometryError(f"A block table starts at logical block {self.first}; the first is 0.")
+        if not isinstance(self.first, (int, np.integer)) or self.first < 0:
+            raise GeometryError(f"A block table starts at logical block {self.first!r:.80}; give 0 or more.")
         object.__setattr__(self, "ids", ids if ids.size else ids.astype(np.int32))
 
     def divided(self, ratio: int) -> BlockTable:

@@ -76,11 +76,8 @@ def plan_copy(
     """
     template = PairTemplate(source, target) if template is None else template
     end = check_tokens(tokens, end)
-    for side, tables in (("source", source_blocks), ("target", target_blocks)):
-        if len(tables) != len(template.pairs):
-            raise GeometryError(
-                f"There are {len(tables)} {side} block tables for {len(template.pairs)} groups; give one a group."
-            )
+    _check_tables("source", source_blocks, len(template.pairs))
+    _check_tables("target", target_blocks, len(template.pairs))
     stretches: list[_Stretch] = []
     for pair, ours, theirs in zip(template.pairs, source_blocks, target_blocks, strict=True):
         if not len(theirs) or (groups is not None and pair.number not in groups):
@@ -89,6 +86,19 @@ def plan_copy(
         if span[0] < span[1] and wanted[0] < wanted[1]:
             stretches += _group_stretches(template, pair, span, wanted, (ours, theirs), whole_blocks)
     return _assemble(template, stretches)
+
+
+def _check_tables(side: str, tables: Sequence[BlockTable], groups: int) -> None:
+    """Refuse what is not one table a group, naming what is there instead."""
+    if not isinstance(tables, Sequence):
+        raise GeometryError(f"The {side} block tables are {tables!r:.80}; give a list of {groups}, one a group.")
+    if len(tables) != groups:
+        raise GeometryError(f"There are {len(tables)} {side} block tables for {groups} groups; give one a group.")
+    for number, table in enumerate(tables):
+        if not isinstance(table, BlockTable):
+            raise GeometryError(
+                f"The {side} table of group {number} is {table!r:.80}; give BlockTable(first logical block, ids)."
+            )
 
 
 def _group_stretches(

@@ -39,8 +39,8 @@ class Stage:
     """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``.
 
     ``suspended`` while the engine wants its blocks back (preemption) and they are still read; ``blocks`` is None
-    once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended. With 0
-    ``siblings`` the stage waits for as many as the offers say (``told``).
+    once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended, ``detail`` why.
+    With 0 ``siblings`` the stage waits for as many as the offers say (``told``).
     """
 
     transfer: str
@@ -51,6 +51,7 @@ class Stage:
     ready: int = 0
     told: int = 0
     done: dict[Base, End] = field(default_factory=dict)
+    detail: dict[Base, str] = field(default_factory=dict)
     suspended: bool = False
     over: bool = False
 
@@ -122,6 +123,9 @@ class Stages:
             raise ProtocolError(f"{name} is {state} and its blocks are still read: wait for their release")
         if (stage.prompt, stage.prompt_tokens) != (known.prompt, known.prompt_tokens):
             raise ProtocolError(f"{name} is staged already for another prompt: use a transfer id once a dispatch")
+        if stage.siblings != known.siblings:
+            waits, now = (each.siblings or "as many as the offers say" for each in (known, stage))
+            raise ProtocolError(f"{name} waits for siblings: {waits}, and now {now}: say the same in every call")
         if ready < known.ready:
             raise ProtocolError(f"{name} goes back from {known.ready} to {ready} tokens: preempt it first")
 
@@ -131,7 +135,7 @@ class Stages:
         if stage is not None and stage.blocks is not None:
             stage.ready, stage.suspended = 0, True
 
-    def sibling_done(self, key: TransferKey, outcome: Outcome, told: int) -> None:
+    def sibling_done(self, key: TransferKey, outcome: Outcome, told: int, detail: str = "") -> None:
         """One sibling has ended with this attempt. SUPERSEDED says that another follows, and that one counts.
 
         ``told`` is how many siblings there are by the consumer's word, 0 where it does not say.
@@ -144,7 +148,7 @@ class Stages:
             return
         stage.told = max(stage.told, told, 1)
         if key.base not in stage.done or stage.done[key.base][0] <= key.attempt:
-            stage.done[key.base] = (key.attempt, outcome)
+            stage.done[key.base], stage.detail[key.base] = (key.attempt, outcome), detail
 
     def _ended_early(self, key: TransferKey, outcome: Outcome, told: int) -> None:
         if key.base not in self._early or self._early[key.base][0][0] <= key.attempt:
@@ -164,6 +168,12 @@ class Stages:
             stage.over = True
             self._out.put(StageEnded(stage.transfer, outcome, detail))
 
+    def _end_by_siblings(self, stage: Stage) -> None:
+        """The worst outcome wins, with the words of the first sibling that came to it."""
+        outcome = worst(outcome for _, outcome in stage.done.values())
+        details = (stage.detail.get(base, "") for base, (_, its) in stage.done.items() if its is outcome)
+        self.end(stage, outcome, next(details))
+
     def settle(self, transfer: str, wanted: bool, reading: bool) -> bool:
         """End a stage that is done with, and release its blocks once nothing reads them; True when it is gone.
 
@@ -173,7 +183,7 @@ class Stages:
         if stage is None:
             return False
         if stage.done and len(stage.done) >= (stage.siblings or stage.told) and not wanted:
-            self.end(stage, worst(outcome for _, outcome in stage.done.values()))
+            self._end_by_siblings(stage)
         if reading or not (stage.over or stage.suspended):
             return False
         if stage.blocks is not None:

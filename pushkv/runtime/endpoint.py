@@ -7,8 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
@@ -19,7 +18,7 @@ from pushkv.runtime.address import check_guarded, parse, url
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.ending import Ending
 from pushkv.runtime.factory import TransportFactory, transport_factory
-from pushkv.runtime.forked import OfOneProcess
+from pushkv.runtime.forked import ClosedOnLeaving
 from pushkv.runtime.keys import load_keys
 from pushkv.runtime.life import Life, keep
 from pushkv.runtime.lines import Lines
@@ -35,7 +34,6 @@ from pushkv.trace import Trace
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Side)
-E = TypeVar("E", bound="Endpoint[Any]")
 __all__ = ["Ending", "Endpoint", "TransportFactory"]
 
 MOST_EVENTS = 1 << 16
@@ -44,7 +42,7 @@ AGAIN = 1.0
 """Seconds between tries to go on with a fresh agent."""
 
 
-class Endpoint(OfOneProcess, Generic[S]):
+class Endpoint(ClosedOnLeaving, Generic[S]):
     """Base of Producer and Consumer. Close it, or use it as a context manager."""
 
     role = ""
@@ -129,15 +127,6 @@ class Endpoint(OfOneProcess, Generic[S]):
             self._control.close()
             raise
         self._control.start()
-
-    def __enter__(self: E) -> E:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._forked:
-            self.close()
 
     # The engine's side
 

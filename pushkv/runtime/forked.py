@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
 from pushkv.errors import ForkedProcess
 
 T = TypeVar("T", bound="OfOneProcess")
+C = TypeVar("C", bound="ClosedOnLeaving")
 
 
 class OfOneProcess:
@@ -41,6 +43,23 @@ class OfOneProcess:
     def _forked(self) -> bool:
         """Whether this is another process than the one that made it."""
         return os.getpid() != self._process
+
+
+class ClosedOnLeaving(OfOneProcess):
+    """What a ``with`` block closes, in the process that made it. Leaving the block in another does nothing."""
+
+    @abstractmethod
+    def close(self, timeout: float = 10.0) -> bool:
+        """Close it; whether all of it ended in time."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._forked:
+            self.close()
 
 
 def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,7 +104,8 @@ class Peering(Work):
         known = self.agents.get(theirs.agent)
         if known is not None and known.theirs != theirs:
             raise HandshakeError(
-                f"{theirs.agent} is known as another; an agent's name stands for one life, take a new"
+                f"{theirs.agent} is connected already, and says something else of itself now: "
+                "an agent's name stands for one life, so connect with an endpoint made afresh"
             )
         vet_peer(self.shared.config, self.shared.cache, theirs.host)
         if known is not None and known.broken:

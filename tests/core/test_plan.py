@@ -413,6 +413,44 @@ def test_bad_ranges_are_refused_with_the_numbers() -> None:
         table(1, first=-1)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ([[0, 1]], [table(0, 1)], r"source table of group 0 is \[0, 1\]; give BlockTable\("),
+        ([table(0, 1)], [np.arange(2)], r"target table of group 0 is array\(\[0, 1\]\); give BlockTable\("),
+        ([table(0, 1)], [None], "target table of group 0 is None"),
+        (7, [table(0, 1)], "source block tables are 7; give a list of 1, one a group"),
+        ([table(0, 1)], table(0, 1), r"target block tables are BlockTable\(.*; give a list of 1, one a group"),
+        ([table(0, 1)], [], "0 target block tables for 1 groups"),
+    ],
+)
+def test_what_is_no_block_table_is_refused_by_name(ours: Any, theirs: Any, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        plan_copy(layer_outer(), layer_outer(), ours, theirs, (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("first", "ids", "message"),
+    [
+        (0, [[1, 2], [3]], r"block table is \[\[1, 2\], \[3\]\]; give one row of integers"),
+        (0, [1, None], "shape \\(2,\\) and dtype object; give one row"),
+        (0, "12", "dtype <U2"),
+        (0, [0.5], "dtype float64"),
+        (None, [1], "starts at logical block None; give 0 or more"),
+        ("0", [1], "starts at logical block '0'"),
+        (0.0, [1], "starts at logical block 0.0"),
+    ],
+)
+def test_a_block_table_of_anything_else_is_refused(first: Any, ids: Any, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        BlockTable(first, ids)
+
+
+def test_a_block_table_takes_lists_and_numpys_numbers() -> None:
+    assert BlockTable(np.int64(2), [1, 2]).ids.tolist() == [1, 2]  # type: ignore[arg-type]
+    assert len(BlockTable(0, [])) == 0  # type: ignore[arg-type]
+
+
 def test_groups_that_share_target_memory_must_not_share_a_block() -> None:
     other = group(layers=tuple(Layer(f"other.{i}", layer.places) for i, layer in enumerate(group().layers)))
     both = Geometry((group(), other))

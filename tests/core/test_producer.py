@@ -96,13 +96,15 @@ class TestRendezvous:
             (("t", blocks(1), PROMPT, TOKENS, 9), "stages 9 of 8"),
             (("t", blocks(1), PROMPT, TOKENS, 2), "goes back from 3 to 2"),
             (("t", blocks(1), b"q" * 32, TOKENS, 4), "staged already for another prompt"),
+            (("t", blocks(1), PROMPT, TOKENS, 4, 0.0, 3), "waits for siblings: 1, and now 3: say the same in every"),
+            (("t", blocks(1), PROMPT, TOKENS, 4, 0.0, 0), "siblings: 1, and now as many as the offers say"),
         ],
     )
     def test_a_stage_that_contradicts_itself(self, args: tuple, says: str) -> None:
         machine = producer()
         stage(machine, 3)
         with pytest.raises(ProtocolError, match=says):
-            machine.stage(*args, 0.0)
+            machine.stage(*args, *([] if len(args) > 5 else [0.0]))
         assert machine.commands() == []
 
     def test_one_prompt_for_several_siblings(self) -> None:
@@ -115,7 +117,8 @@ class TestRendezvous:
         assert not only(machine.commands(), StageEnded)
         machine.write_failed(second.write, Outcome.TRANSPORT_ERROR, "broke", 0.0, reached=False)
         machine.receive("c0", Cancel(key(sibling=2), 2, Outcome.TRANSPORT_ERROR), 0.0)
-        assert only(machine.commands(), StageEnded) == [StageEnded("t", Outcome.TRANSPORT_ERROR)]
+        (end,) = only(machine.commands(), StageEnded)
+        assert end == StageEnded("t", Outcome.TRANSPORT_ERROR, "broke"), "with the words of the one that failed"
 
 
 class TestCancel:

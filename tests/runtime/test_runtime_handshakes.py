@@ -94,7 +94,7 @@ class TestRefusals:
         assert stranger._side.me is not None
         for known in ({"metadata": consumer._side.me.metadata}, {"metadata": b"rubbish"}):
             stranger._side.me = msgspec.structs.replace(stranger._side.me, agent=consumer.agent, **known)
-            with pytest.raises(HandshakeRefused, match=f"{consumer.agent} is known as another"):
+            with pytest.raises(HandshakeRefused, match=f"{consumer.agent} is connected already, and says something"):
                 stranger.connect(producer.address)
         push = Pushed(producer, consumer, "r", [1, 2, 3], [4, 5, 6], 10)
         transfer = push.offer(link)

@@ -305,9 +305,11 @@ class TestEndings:
         push, other = pushed(producer, consumer), pushed(producer, consumer, "other", source=20, target=50)
         fine = other.offer(link)
         transfer = push.offer(link, blocks=push.target[:2] if side == "target" else push.target)
-        push.stage(blocks=push.source[:2] if side == "source" else push.source)
+        stage = push.stage(blocks=push.source[:2] if side == "source" else push.source)
         assert transfer.wait(WAIT) is Outcome.REJECTED_GEOMETRY
         assert transfer.wait_released(WAIT)
+        assert stage.wait(WAIT) is Outcome.REJECTED_GEOMETRY
+        assert f"the {side} table holds [0, 2)" in stage.detail == transfer.detail
         other.stage()
         assert fine.wait(WAIT) is Outcome.COMPLETE
         assert other.arrived()
@@ -324,6 +326,20 @@ class TestEndings:
         assert "goes back from 8 to 4" in stage.detail
         assert stage.wait_released(WAIT)
         assert transfer.wait(WAIT) is Outcome.REJECTED_TOKENS
+
+    def test_another_number_of_siblings_than_at_first_ends_the_stage(
+        self, producer: Producer, consumer: Consumer, link: Link
+    ) -> None:
+        """With the one it would end early, with the other it would wait in vain."""
+        push = pushed(producer, consumer)
+        transfer = push.offer(link)
+        stage = push.stage(ready=4, siblings=2)
+        until(lambda: push.arrived(0, 4))
+        assert push.stage(ready=8) is stage
+        assert stage.wait(WAIT) is Outcome.REJECTED_TOKENS
+        assert stage.detail == "r waits for siblings: 2, and now 1: say the same in every call"
+        assert transfer.wait(WAIT) is Outcome.REJECTED_TOKENS
+        assert stage.wait_released(WAIT)
 
     def test_a_stage_beyond_the_limit_ends_alone(self, scene: Scene) -> None:
         producer = scene.producer(limits=Limits(unmatched=2))

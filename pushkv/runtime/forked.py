@@ -15,6 +15,19 @@ T = TypeVar("T", bound="OfOneProcess")
 C = TypeVar("C", bound="ClosedOnLeaving")
 
 
+def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def in_its_process(self: OfOneProcess, *args: Any, **kwargs: Any) -> Any:
+        if self._forked:
+            raise ForkedProcess(
+                f"{type(self).__name__}.{call.__name__} is called in process {os.getpid()}, and process "
+                f"{self._process} made it: a forked child has none of its threads; make another here, or spawn"
+            )
+        return call(self, *args, **kwargs)
+
+    return in_its_process
+
+
 class OfOneProcess:
     """Base of what works with threads of the process that made it.
 
@@ -60,16 +73,3 @@ class ClosedOnLeaving(OfOneProcess):
     ) -> None:
         if not self._forked:
             self.close()
-
-
-def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def in_its_process(self: OfOneProcess, *args: Any, **kwargs: Any) -> Any:
-        if self._forked:
-            raise ForkedProcess(
-                f"{type(self).__name__}.{call.__name__} is called in process {os.getpid()}, and process "
-                f"{self._process} made it: a forked child has none of its threads; make another here, or spawn"
-            )
-        return call(self, *args, **kwargs)
-
-    return in_its_process

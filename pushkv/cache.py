@@ -47,13 +47,15 @@ class KVCache:
         packing: Packing = Packing.SINGLE,
         kind: Kind = Kind.ATTENTION,
         window: int = 0,
+        whole_blocks: bool = False,
         **factors: Value,
     ) -> KVCache:
         """Describe a numpy array or torch tensor with all layers (named by ``layers``), or a mapping of one a layer.
 
         ``axes`` names each dimension: L layer, S side (K or V), B block, H head, N token in block, C content. Without
-        ``shard`` this rank holds all heads, ``heads`` of them where no axis tells. ``factors`` are what else must be
-        equal on the other side (``model="..."``). Raises GeometryError and BackendError.
+        ``shard`` this rank holds all heads, ``heads`` of them where no axis tells. ``whole_blocks`` says that a
+        kernel packs a block's tokens in an order of its own. ``factors`` are what else must be equal on the other
+        side (``model="..."``). Raises GeometryError and BackendError.
         """
         if isinstance(layers, str) or (layers and isinstance(array, Mapping)):
             raise GeometryError(f"layers is {layers!r:.80}; give a list of names, or none with a mapping of arrays.")
@@ -62,10 +64,14 @@ class KVCache:
         share = shard or _all_heads(placed[0], axes, heads)
         if isinstance(array, Mapping):
             named = dict(zip(array, placed, strict=True))
-            group = group_of_layers(named, axes, share, packing=packing, kind=kind, window=window)
+            group = group_of_layers(
+                named, axes, share, packing=packing, kind=kind, window=window, whole_blocks=whole_blocks
+            )
         else:
             names = tuple(layers) or _numbered(placed[0], axes)
-            group = group_of_tensor(names, placed[0], axes, share, packing=packing, kind=kind, window=window)
+            group = group_of_tensor(
+                names, placed[0], axes, share, packing=packing, kind=kind, window=window, whole_blocks=whole_blocks
+            )
         return cls.from_groups((group,), regions, backend, arrays, **factors)
 
     @classmethod

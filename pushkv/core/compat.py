@@ -28,7 +28,8 @@ class Factors(msgspec.Struct, frozen=True):
 def group_factors(group: CacheGroup, number: int) -> dict[str, str]:
     """What the two sides of one group must agree on; neither where it lies nor how it is sharded."""
     prefix = f"group {number} "
-    return {
+    whole = {prefix + "tokens of whole blocks": str(group.block_size)} if group.whole_blocks else {}
+    return whole | {
         prefix + "kind": group.kind.value,
         prefix + "dtype": group.dtype,
         prefix + "element bytes": str(group.itemsize),
@@ -42,7 +43,8 @@ def group_factors(group: CacheGroup, number: int) -> dict[str, str]:
 def compatibility(geometry: Geometry, **model_factors: Value) -> Factors:
     """The factors of one engine: those of its cache groups, and whatever else must be equal.
 
-    Equal on every rank of an engine: neither block size, nor the layers and heads of a rank, nor the layout count.
+    Equal on every rank of an engine: neither the layers and heads of a rank, nor the layout count, nor the block size
+    unless blocks are copied whole.
     ``model_factors`` are the caller's (model, revision, packing, …); floats and None are written as JSON has them.
     """
     factors = {"cache groups": str(len(geometry.groups))}

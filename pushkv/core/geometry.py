@@ -8,6 +8,7 @@ order of axes, padding and packing is a matter of these numbers alone. All offse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -64,7 +65,8 @@ class CacheGroup(msgspec.Struct, frozen=True):
     ``content`` elements of ``itemsize`` bytes a head and token; ``sides`` places a layer (2 where K and V are
     told apart, 1 where they are not). ``replicas`` ranks of this side hold these heads and this one is number
     ``replica``. ``window`` is in tokens, 0 unless the kind is WINDOW. A STATE group has no token axis: its
-    ``block_size`` is how many tokens one slot stands for.
+    ``block_size`` is how many tokens one slot stands for. With ``whole_blocks`` a block's tokens cannot be told
+    apart, because a kernel packs them in an order of its own: blocks are copied whole, between groups of one size.
     """
 
     layers: tuple[Layer, ...]
@@ -82,6 +84,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
     window: int = 0
     replica: int = 0
     replicas: int = 1
+    whole_blocks: bool = False
 
     @property
     def heads(self) -> int:
@@ -115,6 +118,11 @@ class Geometry(msgspec.Struct, frozen=True):
     """A rank's whole cache: its groups, in the order in which requests list their block tables."""
 
     groups: tuple[CacheGroup, ...]
+
+    @property
+    def grain(self) -> int:
+        """Ranges of tokens begin, and end but at a prompt's end, at multiples of this."""
+        return math.lcm(*(group.block_size for group in self.groups if group.whole_blocks))
 
     def check(self, regions: Sequence[Region] | None = None) -> None:
         """Refuse what no sane cache looks like, with GeometryError naming the group and the numbers.

@@ -167,11 +167,13 @@ def group_of_layers(
     kind: Kind = Kind.ATTENTION,
     window: int = 0,
     slot_tokens: int = 1,
+    whole_blocks: bool = False,
 ) -> CacheGroup:
     """A group with an array a layer, or a (K, V) pair of arrays; ``axes`` names the dimensions of each.
 
     ``packing`` says where K and V are if neither an S axis nor a pair tells them apart. ``slot_tokens`` is
-    how many tokens a slot of a STATE group stands for. Raises GeometryError where layers differ in shape.
+    how many tokens a slot of a STATE group stands for; ``whole_blocks`` says that a kernel packs a block's tokens in
+    an order of its own. Raises GeometryError where layers differ in shape.
     """
     if "L" in axes:
         raise GeometryError(f"Axes {axes!r} name an L axis of arrays that are one a layer; give one layer an array.")
@@ -189,7 +191,7 @@ def group_of_layers(
         layers.append(Layer(name, tuple(place for side in sides for place in _places(side, packing))))
     if first is None:
         raise GeometryError("A group read off arrays needs at least one; describe an empty one with CacheGroup.")
-    return _group(layers, first, shard, packing, kind, window, slot_tokens)
+    return _group(layers, first, shard, packing, kind, window, slot_tokens, whole_blocks)
 
 
 def group_of_tensor(
@@ -202,6 +204,7 @@ def group_of_tensor(
     kind: Kind = Kind.ATTENTION,
     window: int = 0,
     slot_tokens: int = 1,
+    whole_blocks: bool = False,
 ) -> CacheGroup:
     """A group whose layers are the L axis of one array, ``names`` in its order; otherwise as group_of_layers."""
     whole = _name_axes(array, axes)
@@ -213,7 +216,7 @@ def group_of_tensor(
         Layer(name, tuple(Place(place.region, place.offset + number * stride) for place in places))
         for number, name in enumerate(names)
     ]
-    return _group(layers, whole, shard, packing, kind, window, slot_tokens)
+    return _group(layers, whole, shard, packing, kind, window, slot_tokens, whole_blocks)
 
 
 def _places(axes: _Axes, packing: Packing) -> tuple[Place, ...]:
@@ -238,7 +241,14 @@ def _places(axes: _Axes, packing: Packing) -> tuple[Place, ...]:
 
 
 def _group(
-    layers: list[Layer], axes: _Axes, shard: Shard, packing: Packing, kind: Kind, window: int, slot_tokens: int
+    layers: list[Layer],
+    axes: _Axes,
+    shard: Shard,
+    packing: Packing,
+    kind: Kind,
+    window: int,
+    slot_tokens: int,
+    whole_blocks: bool,
 ) -> CacheGroup:
     if not isinstance(kind, Kind):
         raise GeometryError(f"The kind is {kind!r}; give a member of Kind.")
@@ -266,6 +276,7 @@ def _group(
         window=window,
         replica=shard.replica,
         replicas=shard.replicas,
+        whole_blocks=whole_blocks,
     )
 
 
@@ -305,8 +316,12 @@ def vllm_cross_layer(names: Sequence[str], array: Array, shard: Shard, axes: str
 def vllm_cpu(
     arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
 ) -> CacheGroup:
-    """vLLM's CPU cache, nominally (B, H, N, 2 x head size); its kernel reads (B, H, S, N, C)."""
-    return group_of_layers(arrays, "BHNC", shard, packing=Packing.ROWS, kind=kind, window=window)
+    """vLLM's CPU cache, nominally (B, H, N, 2 x head size).
+
+    Its kernels keep K of a block and head before V, and K's tokens in an order that depends on the processor and the
+    dtype: transposed, or packed for its matrix unit.
+    """
+    return group_of_layers(arrays, "BHNC", shard, packing=Packing.ROWS, kind=kind, window=window, whole_blocks=True)
 
 
 def neuron_layers(

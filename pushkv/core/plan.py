@@ -69,7 +69,8 @@ def plan_copy(
     ``source_blocks`` and ``target_blocks`` hold one table a group; a group whose target table is empty is left out.
     ``tokens`` is (start, stop) in the request and ``end`` how many tokens the request has, by default stop.
     ``layers`` and ``groups`` plan a part. ``whole_blocks`` rounds the tokens of a group out to whole blocks where
-    both sides' blocks are of one size: the target's whole blocks must then be free for it.
+    both sides' blocks are of one size, as groups may ask for themselves: the target's whole blocks must then be free
+    for it.
 
     Raises GeometryError, with the numbers, for a table that does not cover the tokens or names a block out of
     range or twice, and GeometryMismatch for geometries that cannot be paired.
@@ -114,7 +115,7 @@ def _group_stretches(
         slots = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
         return [_whole(template, pair, layers, slots[0], slots[1])]
     size = pair.source.block_size
-    if whole_blocks and whole_blocks_match(pair):
+    if (whole_blocks or pair.source.whole_blocks) and whole_blocks_match(pair):
         tokens = tokens[0] // size * size, -(-tokens[1] // size) * size
     ids = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
     starts = _segment_starts(tokens, sides)

@@ -210,6 +210,8 @@ class Consumer(Endpoint[Consuming]):
         stop = prompt_tokens if stop is None else whole(f"{transfer}'s stop", stop, -MOST)
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
+        if start % (grain := self.cache.geometry.grain):
+            raise GeometryError(f"{transfer} asks for tokens from {start} on; blocks of {grain} are copied whole.")
         into = pack_blocks(self.cache, blocks, first_block, transfer)
         check_tables(into, start, stop)
         life = self._life

@@ -48,6 +48,7 @@ class Producer(Endpoint[Producing]):
     ) -> None:
         bind = parse(config.bind)
         check_reachable(bind, config.advertise, config.peers)
+        self._grain = cache.geometry.grain
         self._stages: dict[str, Ending] = {}
         self._untold: dict[str, tuple[Ending, Command]] = {}
         """Stages that are over, and the last event of each, until the engine knows."""
@@ -73,7 +74,8 @@ class Producer(Endpoint[Producing]):
     ) -> Ending:
         """Say that the KV of a prompt's tokens 0 to ``ready`` (by default all) is in ``blocks``.
 
-        Call again with the same ``transfer`` as more is computed. ``prompt`` is :func:`pushkv.prompt_digest` of the
+        Call again with the same ``transfer`` as more is computed. (Blocks that are copied whole wait for all of their
+        tokens, or for the prompt's end.) ``prompt`` is :func:`pushkv.prompt_digest` of the
         whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
         ``siblings`` is after how many offers served the stage ends: one for each consumer rank that this rank writes
         to (:func:`pushkv.core.template.writers` tells which those are), times the n of a request with n > 1. A rank
@@ -95,6 +97,8 @@ class Producer(Endpoint[Producing]):
         packed = pack_blocks(self.cache, blocks)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
         ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
+        if ready < prompt_tokens:  # a block that is copied whole has to be complete, unless the prompt ends in it
+            ready -= ready % self._grain
         siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer) or self._untold_end(transfer)

@@ -46,6 +46,17 @@ def test_each_factor_is_named_with_both_values(change: dict[str, object], line: 
     assert ours.digest != theirs.digest
 
 
+def test_blocks_that_are_copied_whole_have_to_be_of_one_size() -> None:
+    def factors(**change: object) -> Factors:
+        return compatibility(Geometry((msgspec.structs.replace(GROUP, **change),)))
+
+    ours = factors(whole_blocks=True)
+    assert differences(ours, factors(whole_blocks=True, blocks=5)) == []
+    line = "group 0 tokens of whole blocks: '16' against '32'"
+    assert differences(ours, factors(whole_blocks=True, block_size=32)) == [line]
+    assert differences(ours, factors()) == ["group 0 tokens of whole blocks: '16' against 'not given'"]
+
+
 def test_all_differences_are_listed_at_once() -> None:
     ours = compatibility(Geometry((GROUP,)), model="llama", revision=3, packed=None)
     theirs = compatibility(Geometry((GROUP, GROUP)), model="qwen", revision=4)

@@ -100,13 +100,14 @@ def test_the_older_tensor_a_layer() -> None:
         assert element(group, memory, 0, side, b, h, n, c) == memory[side, b, n, h, c]
 
 
-def test_vllms_cpu_cache_is_read_as_rows_of_k_then_rows_of_v() -> None:
+def test_vllms_cpu_cache_is_whole_blocks_of_k_then_v() -> None:
     memory = numbers("BHNC", C=12)
     group = vllm_cpu({"layer.0": read_array(memory)}, ALL)
     seen = memory.reshape(4, 2, 2, 5, 6)
     for _, side, b, h, n, c in every():
         assert element(group, memory, 0, side, b, h, n, c) == seen[b, h, side, n, c]
-    assert group != vllm_layers({"layer.0": read_array(memory)}, ALL)
+    assert group.whole_blocks
+    assert not vllm_layers({"layer.0": read_array(memory)}, ALL).whole_blocks
     Geometry((group,)).check([Region(0, memory.nbytes)])
 
 

@@ -108,6 +108,17 @@ def test_whole_blocks_rounds_the_ends_out() -> None:
     assert rounded.source_index.tolist() == [3, 8, 5]
 
 
+def test_groups_of_whole_blocks_round_out_by_themselves() -> None:
+    whole = Geometry((msgspec.structs.replace(block_outer().groups[0], whole_blocks=True),))
+    made = plan(whole, whole, table(3, 8, 5), table(2, 6, 9), 4, 2 * SIZE + 1)
+    assert made.length.tolist() == [2 * LAYERS * ROW] * 3
+    group = whole.groups[0]
+    windowed = Geometry((msgspec.structs.replace(group, kind=Kind.WINDOW, window=SIZE + 1),))
+    made = plan(windowed, windowed, table(3, 8, 5), table(6, 9, first=1), 0, 2 * SIZE + 3)
+    # The window begins with the second token but one of the second block; its first two tokens come along.
+    assert made.length.tolist() == [2 * LAYERS * ROW] * 2
+
+
 def test_a_cached_prefix_may_end_inside_a_block_of_the_other_size() -> None:
     source, target = layer_outer(), layer_outer(block_size=5, strides=Strides(ROW, 5 * CONTENT * 2, CONTENT * 2, 2))
     made = plan(source, target, table(1, 2), table(4, 5, first=2), 11, 16)

@@ -119,6 +119,27 @@ def test_parts_arrive_as_more_is_ready(producer: Producer, consumer: Consumer, l
     assert producer.stats()["writes"] == 4
 
 
+def test_blocks_that_are_copied_whole_wait_until_they_are(scene: Scene) -> None:
+    """Each block is written once, when all of it is there; the last one with what lies behind the prompt's end."""
+    producer = scene.producer(cache=cache_of(fill(memory_of()), whole_blocks=True))
+    consumer = scene.consumer(cache=cache_of(memory_of(), whole_blocks=True))
+    link = consumer.connect(producer.address)
+    push = pushed(producer, consumer, tokens=11)
+    transfer = push.offer(link)
+    ours, theirs = array_of(producer), array_of(consumer)
+    for ready in (3, 6, 9, 10):
+        push.stage(ready=ready)
+        until(lambda ready=ready: push.arrived(0, ready // TOKENS * TOKENS))  # type: ignore[misc]
+        ours[:, :, push.source[ready // TOKENS]] = 7 + ready  # it was not complete: nothing of it has gone
+        assert not theirs[:, :, push.target[ready // TOKENS]].any()
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert (ours[:, :, push.source] == theirs[:, :, push.target]).all()
+    assert producer.stats()["bytes"] == 3 * ours[:, :, 0].nbytes
+    with pytest.raises(GeometryError, match="blocks of 4 are copied whole"):
+        consumer.offer("other", link, [50, 51], prompt=prompt_digest([1]), prompt_tokens=8, start=3)
+
+
 class TestFences:
     def test_nothing_is_read_before_the_fence(self, producer: Producer, consumer: Consumer, link: Link) -> None:
         push, other = pushed(producer, consumer), pushed(producer, consumer, "other", source=20, target=50)

@@ -8,7 +8,7 @@ letter on neighbouring dimensions folds them into one axis (a state of shape (B,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -315,13 +315,41 @@ def vllm_cross_layer(names: Sequence[str], array: Array, shard: Shard, axes: str
 
 def vllm_cpu(
     arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
-) -> CacheGroup:
-    """vLLM's CPU cache, nominally (B, H, N, 2 x head size).
+) -> tuple[CacheGroup, CacheGroup]:
+    """vLLM's CPU cache, nominally (B, H, N, 2 x head size), as a group of keys and a group of values.
 
-    Its kernels keep K of a block and head before V, and K's tokens in an order that depends on the processor and the
-    dtype: transposed, or packed for its matrix unit.
+    Of each block and head its kernels keep the keys first and transposed, (C, N), then the values, (N, C): two groups
+    that share a block table, their layers named with ``/k`` and ``/v`` after. Raises GeometryError for blocks that
+    are not contiguous.
     """
-    return group_of_layers(arrays, "BHNC", shard, packing=Packing.ROWS, kind=kind, window=window, whole_blocks=True)
+    keys, values = {}, {}
+    for name, array in arrays.items():
+        keys[f"{name}/k"], values[f"{name}/v"] = _keys_and_values(name, array)
+    return (
+        group_of_layers(keys, "BHNC", shard, kind=kind, window=window),
+        group_of_layers(values, "BHNC", shard, kind=kind, window=window),
+    )
+
+
+def _keys_and_values(name: str, array: Array) -> tuple[Array, Array]:
+    """The two halves of each block and head of a CPU cache, both as (B, H, N, C)."""
+    if (
+        len(array.shape) != 4
+        or array.shape[3] % 2
+        or array.strides[2:] != (array.shape[3] * array.itemsize, array.itemsize)
+    ):
+        raise GeometryError(
+            f"Layer {name!r} has shape {array.shape} and byte strides {array.strides}; vLLM's CPU cache is (B, H, N, "
+            "2 x head size) with the last two dimensions contiguous."
+        )
+    blocks, heads, tokens, both = array.shape
+    size, shape = both // 2, (blocks, heads, tokens, both // 2)
+    outer, item = array.strides[:2], array.itemsize
+    values = array.offset + tokens * size * item
+    return (
+        replace(array, shape=shape, strides=(*outer, item, tokens * item)),
+        replace(array, shape=shape, strides=(*outer, size * item, item), offset=values),
+    )
 
 
 def neuron_layers(

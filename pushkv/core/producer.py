@@ -76,13 +76,16 @@ class ProducerMachine(Packing):
         self._settle_stage(transfer)
 
     def unstage(self, transfer: str, now: float, outcome: Outcome = Outcome.CANCELLED, detail: str = "") -> None:
-        """End a stage from this side: its open transfers fail with ``outcome``. Unknown ids are fine."""
+        """End a stage from this side: its transfers fail with ``outcome``, until it is staged anew also those offered
+        later. Unknown ids are fine."""
         stage = self._stages.get(transfer)
         if stage is None:
             return
         self._stages.end(stage, outcome, detail)
+        told = detail or "cancelled by the producer's engine"
+        self._stages.withdraw(transfer, outcome, told)
         for serving in self._book.of(transfer):
-            self._fail(serving, outcome, detail or "cancelled by the producer's engine", now)
+            self._fail(serving, outcome, told, now)
         self._settle_stage(transfer)
 
     def close(
@@ -322,6 +325,8 @@ class ProducerMachine(Packing):
         """Where an offer and a stage are both here, check that they are of one prompt and post what is ready."""
         stage = self._stages.get(serving.offer.key.transfer)
         if stage is None:
+            if (withdrawn := self._stages.withdrawn(serving.offer.key.transfer)) is not None:
+                self._fail(serving, *withdrawn, now)
             return
         if serving.state is Sending.OFFERED:
             refusal = stage.refusal(serving.offer) or self._landing_refusal(serving)

@@ -79,6 +79,8 @@ class Stages:
         # Siblings that ended before their prompt was staged, so that a stage for them need not wait out its
         # deadline. A hint only: no rule rests on it, so it may be evicted.
         self._early: OrderedDict[Base, tuple[End, int]] = OrderedDict()
+        # How the engine ended transfers, so that a later offer need not wait out its deadline. A hint too.
+        self._withdrawn: OrderedDict[str, tuple[Outcome, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -103,6 +105,7 @@ class Stages:
             known.blocks, known.ready = stage.blocks, stage.ready
             return False
         self._stages[stage.transfer] = stage
+        self._withdrawn.pop(stage.transfer, None)
         for base in [base for base in self._early if base[0] == stage.transfer]:
             stage.done[base], told = self._early.pop(base)
             stage.told = max(stage.told, told)
@@ -173,6 +176,16 @@ class Stages:
         outcome = worst(outcome for _, outcome in stage.done.values())
         details = (stage.detail.get(base, "") for base, (_, its) in stage.done.items() if its is outcome)
         self.end(stage, outcome, next(details))
+
+    def withdraw(self, transfer: str, outcome: Outcome, detail: str) -> None:
+        """The engine, or its deadline, has ended a stage: whatever is offered later is to hear so."""
+        self._withdrawn[transfer] = outcome, detail
+        if len(self._withdrawn) > _REMEMBERED:
+            self._withdrawn.popitem(last=False)
+
+    def withdrawn(self, transfer: str) -> tuple[Outcome, str] | None:
+        """How the engine ended this transfer, None where it has not, or is at it anew."""
+        return self._withdrawn.get(transfer)
 
     def settle(self, transfer: str, wanted: bool, reading: bool) -> bool:
         """End a stage that is done with, and release its blocks once nothing reads them; True when it is gone.

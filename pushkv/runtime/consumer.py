@@ -94,8 +94,9 @@ class Transfer(Ending):
 class Consumer(Endpoint[Consuming]):
     """Receives KV: :meth:`connect` to a prefill engine, then :meth:`offer` blocks while it still computes.
 
-    ``fellows`` are the geometries of the other ranks of this engine: with them each producer rank is told how many
-    offers it will get (``Producer.stage(siblings=None)``), and one that none of them needs hears that from rank 0.
+    ``fellows`` are the geometries of the other ranks of this engine, none for an engine of one: with them each
+    producer rank is told how many offers it will get (``Producer.stage(siblings=None)``), and one that no rank needs
+    hears that from rank 0. Without, nothing is said.
 
     Raises ConfigError, TransportUnavailable and TransportError when it cannot start.
     """
@@ -109,9 +110,9 @@ class Consumer(Endpoint[Consuming]):
         *,
         transport: TransportFactory | None = None,
         trace: Trace | None = None,
-        fellows: Sequence[Geometry] = (),
+        fellows: Sequence[Geometry] | None = None,
     ) -> None:
-        self._fellows = tuple(fellows)
+        self._fellows = None if fellows is None else tuple(fellows)
         self._transfers: dict[TransferKey, Transfer] = {}
         self._wanted: dict[str, Address] = {}
         self._redial_at: dict[str, tuple[float, float]] = {}
@@ -228,12 +229,12 @@ class Consumer(Endpoint[Consuming]):
         def make() -> Order:
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
-            told = {pair.agent: siblings * pair.readers(self._fellows) for pair in pairs}
+            told = {pair.agent: siblings * self._readers(pair) for pair in pairs}
             target = Ring(into.tables) if self._lands(pairs, into, (start, stop)) else into
             return Order(key, target, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
-        if any(pair.readers(self._fellows) == 0 for pair in link.pairs):
+        if self._fellows is not None and any(self._readers(pair) == 0 for pair in link.pairs):
             self._decline(link, transfer, sibling, siblings, attempt, idle=True)
         return handle
 
@@ -260,12 +261,13 @@ class Consumer(Endpoint[Consuming]):
         handle = self._transfers[key] = Transfer(key)
 
         def told() -> dict[str, int]:
-            readers = {pair.agent: pair.readers(self._fellows) for pair in link.pairs}
+            readers = {pair.agent: self._readers(pair) for pair in link.pairs}
             mine = {pair.agent for pair in link.pairs if pair.template.writes}
             return {
                 agent: siblings * max(1, count)
                 for agent, count in readers.items()
-                if (count == 0 and self.config.rank == 0) or (agent in mine and not idle)
+                if (agent in mine and not idle)
+                or (count == 0 and self.config.rank == 0 and self._fellows is not None)
             }
 
         life.submit(lambda side: side.decline(key, told))
@@ -281,6 +283,10 @@ class Consumer(Endpoint[Consuming]):
         weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
         pieces, size = (sum(column) for column in zip(*weights, strict=True))
         return lands(self._costs, pieces, size, min(pair.room for pair in pairs))
+
+    def _readers(self, pair: Pair) -> int:
+        """How many offers of a transfer this engine has for a producer rank, times n; 0 also where nobody knows."""
+        return 0 if self._fellows is None else pair.readers(self._fellows)
 
     def _crowded(self) -> str:
         """Why nothing more is offered: too much of the cache waits for proof; empty where it may be."""

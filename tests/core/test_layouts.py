@@ -100,15 +100,26 @@ def test_the_older_tensor_a_layer() -> None:
         assert element(group, memory, 0, side, b, h, n, c) == memory[side, b, n, h, c]
 
 
-def test_vllms_cpu_cache_is_whole_blocks_of_k_then_v() -> None:
+def test_rows_of_k_then_rows_of_v() -> None:
     memory = numbers("BHNC", C=12)
-    group = vllm_cpu({"layer.0": read_array(memory)}, ALL)
+    group = group_of_layers({"layer.0": read_array(memory)}, "BHNC", ALL, packing=Packing.ROWS, whole_blocks=True)
     seen = memory.reshape(4, 2, 2, 5, 6)
     for _, side, b, h, n, c in every():
         assert element(group, memory, 0, side, b, h, n, c) == seen[b, h, side, n, c]
     assert group.whole_blocks
     assert not vllm_layers({"layer.0": read_array(memory)}, ALL).whole_blocks
     Geometry((group,)).check([Region(0, memory.nbytes)])
+
+
+def test_vllms_cpu_cache_is_columns_of_k_then_rows_of_v() -> None:
+    memory = numbers("BHNC", C=12)
+    keys, values = vllm_cpu({"layer.0": read_array(memory)}, ALL)
+    seen = memory.reshape(4, 2, 2, 30)
+    for _, _, b, h, n, c in every():
+        assert element(keys, memory, 0, 0, b, h, n, c) == seen[b, h, 0].reshape(6, 5)[c, n]
+        assert element(values, memory, 0, 0, b, h, n, c) == seen[b, h, 1].reshape(5, 6)[n, c]
+    Geometry((keys, values)).check([Region(0, memory.nbytes)])
+    assert [layer.name for group in (keys, values) for layer in group.layers] == ["layer.0/k", "layer.0/v"]
 
 
 def test_neurons_cache() -> None:
@@ -253,7 +264,10 @@ def test_what_does_not_fit_is_refused_with_both_values() -> None:
     odd = dense_array("BHNC", {**SIZES, "C": 7}, 4, "int32")
     with pytest.raises(GeometryError, match="content axis of 7"):
         vllm_layers({"a": odd}, ALL)
+    gaps = read_array(numbers("BNHC", C=6).transpose(0, 2, 1, 3))
     with pytest.raises(GeometryError, match="K rows then V rows need 24 and 4"):
-        vllm_cpu({"a": read_array(numbers("BNHC", C=6).transpose(0, 2, 1, 3))}, ALL)
+        group_of_layers({"a": gaps}, "BHNC", ALL, packing=Packing.ROWS)
+    with pytest.raises(GeometryError, match="last two dimensions contiguous"):
+        vllm_cpu({"a": gaps}, ALL)
     with pytest.raises(GeometryError, match="3, 4 or 5 dimensions"):
         vllm_layers({"a": dense_array("BC", SIZES, 4, "int32")}, ALL)

@@ -284,6 +284,18 @@ class TestSources:
         machine.write_done(post.write, 0.0)
         assert only(machine.commands(), StageReleased)
 
+    def test_unstaged_whoever_offers_later_is_told_until_it_is_staged_anew(self) -> None:
+        machine = producer()
+        stage(machine)
+        machine.unstage("t", 0.0, Outcome.CANCELLED, "the client has gone")
+        machine.commands()
+        machine.receive("c0", offer(), 0.0)
+        (failed,) = sent(machine.commands(), Failed)
+        assert (failed.outcome, failed.detail) == (Outcome.CANCELLED, "the client has gone")
+        stage(machine)
+        machine.receive("c0", offer(2, attempt=1), 0.0)
+        assert only(machine.commands(), Post)
+
 
 class TestTime:
     def test_failed_is_repeated_until_answered_and_insists(self) -> None:

@@ -110,7 +110,11 @@ class Scene:
         return producer
 
     def consumer(
-        self, engine: str = "d", cache: KVCache | None = None, fellows: Sequence[Geometry] = (), **settings: Any
+        self,
+        engine: str = "d",
+        cache: KVCache | None = None,
+        fellows: Sequence[Geometry] | None = None,
+        **settings: Any,
     ) -> Consumer:
         cache = cache or cache_of(memory_of())
         consumer = Consumer(self._config(engine, settings), cache, transport=self.transport, fellows=fellows)

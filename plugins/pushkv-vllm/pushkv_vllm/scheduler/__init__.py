@@ -1,0 +1,1 @@
+"""The halves of the connector that run beside vLLM's scheduler."""

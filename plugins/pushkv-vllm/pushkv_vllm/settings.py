@@ -1,0 +1,85 @@
+"""The connector's settings, from ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from pushkv.config import EndpointConfig, NixlConfig, read_config
+from pushkv.core.limits import Limits
+from pushkv.errors import ConfigError
+
+Layout = Literal["block", "engine", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What may stand in ``kv_connector_extra_config``.
+
+    Where this engine is reached: ``host`` is what its ranks listen on and ``advertise`` what they tell others, by
+    default the same. A prefill engine's first rank listens on ``port`` plus its data-parallel rank; all other ranks
+    take any free port, which peers learn from the first. ``key_file``, ``allow``, ``peers`` and
+    ``listen_to_the_network_without_a_key`` are :class:`pushkv.EndpointConfig`'s.
+
+    ``producers`` maps prefill engines' ids to ``host:port``, for requests that name an engine alone; these are
+    connected to at the start. ``deadline`` is by when a request's KV is there or has failed, in seconds from its
+    offer, ``hold`` how long a prefill engine keeps a computed prompt for an offer, ``connect_timeout`` how long a
+    first connection may take.
+
+    ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
+    takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
+    digest of the model's configuration. ``idle_wait`` is for how many seconds the scheduler may sleep in a step
+    without tokens; 0 never. ``nixl`` and ``limits`` are :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 7100
+    advertise: str = ""
+    key_file: str = ""
+    allow: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    listen_to_the_network_without_a_key: bool = False
+    producers: dict[str, str] = {}
+    deadline: float = 120.0
+    hold: float = 120.0
+    connect_timeout: float = 10.0
+    layout: Layout = "block"
+    model: str = ""
+    idle_wait: float = 0.003
+    nixl: NixlConfig = NixlConfig()
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "hold", "connect_timeout"):
+            if not 0 < getattr(self, name) <= 86400:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0, at most a day.")
+        if not 0 <= self.idle_wait <= 0.1:
+            raise ConfigError(f"idle_wait is {self.idle_wait}; give seconds from 0 to 0.1.")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; give one from 0 (any free one) to 65535.")
+
+    def endpoint(self, engine: str, rank: int, port: int) -> EndpointConfig:
+        """The settings of one rank's endpoint."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        told = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
+        return EndpointConfig(
+            engine=engine,
+            rank=rank,
+            bind=f"{host}:{port}",
+            advertise=f"{told}:0" if told else "",
+            peers=self.peers,
+            key_file=self.key_file,
+            allow=self.allow,
+            listen_to_the_network_without_a_key=self.listen_to_the_network_without_a_key,
+            connect_timeout=self.connect_timeout,
+            nixl=self.nixl,
+            limits=self.limits,
+            # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
+            quarantine_limit=1.0,
+        )
+
+
+def read_settings(extra: Mapping[str, Any] | None) -> Settings:
+    """The settings in ``kv_connector_extra_config``. Raises ConfigError naming what is wrong."""
+    return read_config(Settings, extra or {})

@@ -1,0 +1,1 @@
+"""The halves of the connector that run in vLLM's workers: they own the endpoints."""

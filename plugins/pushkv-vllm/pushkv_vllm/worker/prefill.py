@@ -1,0 +1,149 @@
+"""Prefill's worker half: it stages what a step has computed, and reports when nothing reads it any more."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+from pushkv import Outcome, Producer, PushKVError, StageEnded, StageReleased
+from pushkv.backends.base import PassedFence
+from pushkv_vllm.directives import Directives, Reclaim, Reports, StagePart, Unstage
+from pushkv_vllm.worker.geometry import EngineCache
+
+logger = init_logger("vllm.pushkv.prefill")
+
+REMEMBERED = 1 << 16
+"""How many transfers that are over are remembered, so that late directives for one do not begin it anew."""
+
+
+@dataclass
+class Held:
+    """A transfer that is staged. ``held``: its blocks may be read. ``reclaim``: what to answer once they are not."""
+
+    held: bool = False
+    ended: bool = False
+    reclaim: Reclaim | None = None
+
+
+class PrefillWorker:
+    """``hold`` is for how many seconds after its last part a prompt waits for an offer."""
+
+    def __init__(self, producer: Producer, cache: EngineCache, hold: float) -> None:
+        self._producer = producer
+        self._cache = cache
+        self._hold = hold
+        self._transfers: dict[str, Held] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()
+        self._parts: tuple[StagePart, ...] = ()
+        self._reports = Reports()
+        self.outcomes: Counter[str] = Counter()
+
+    def do(self, directives: Directives) -> None:
+        """Carry out a step's directives, but for its parts: those wait for the step's work to be queued."""
+        for reclaim in directives.reclaims:
+            self._reclaim(reclaim)
+        self._parts += directives.parts
+        for unstage in directives.unstages:
+            self._unstage(unstage)
+
+    def stage(self) -> None:
+        """Stage this step's parts behind a fence: what is queued by now must be done before any is read."""
+        if not self._parts:
+            return
+        parts, self._parts = self._parts, ()
+        arrays = self._cache.cache.arrays
+        fence = self._cache.cache.backend.fence(arrays[0] if arrays else None)
+        for part in parts:
+            if part.transfer in self._over:
+                continue
+            state = self._transfers.setdefault(part.transfer, Held())
+            try:
+                ending = self._producer.stage(
+                    part.transfer,
+                    self._cache.tables(part.tables),
+                    prompt=part.prompt,
+                    prompt_tokens=part.prompt_tokens,
+                    ready=part.ready,
+                    siblings=None,
+                    deadline=self._hold,
+                    fence=fence,
+                )
+                state.held = not ending.released
+            except PushKVError as error:
+                logger.error("%s cannot be staged: %s", part.transfer, error)
+                self._producer.unstage(part.transfer)
+                if not state.held:
+                    self._end(part.transfer, state, f"rejected: {error}")
+
+    def poll(self) -> Reports:
+        """Take what has happened since the last step."""
+        for event in self._producer.events():
+            if isinstance(event, StageEnded):
+                self._stage_ended(event)
+            elif isinstance(event, StageReleased):
+                self._released(event.transfer)
+        reports, self._reports = self._reports, Reports()
+        return reports
+
+    def _reclaim(self, reclaim: Reclaim) -> None:
+        state = self._transfers.get(reclaim.transfer)
+        if state is None or not state.held:
+            self._reports.reclaimed[reclaim.transfer, reclaim.round] += 1
+            return
+        state.reclaim = reclaim
+        self._producer.preempt(reclaim.transfer)
+
+    def _unstage(self, unstage: Unstage) -> None:
+        """End a transfer. One that was never staged is, empty, so that whoever waits for it hears of the end."""
+        if unstage.transfer in self._over:
+            return
+        self._parts = tuple(part for part in self._parts if part.transfer != unstage.transfer)
+        if unstage.transfer not in self._transfers:
+            self._transfers[unstage.transfer] = Held(held=True)
+            nothing = self._cache.tables([()] * (max(self._cache.owners) + 1))
+            self._producer.stage(unstage.transfer, nothing, prompt=unstage.prompt, ready=0, siblings=None,
+                                 prompt_tokens=unstage.prompt_tokens, fence=PassedFence())  # fmt: skip
+        self._producer.unstage(unstage.transfer)
+
+    def _stage_ended(self, event: StageEnded) -> None:
+        state = self._transfers.get(event.transfer)
+        if state is None or state.ended:
+            return
+        self.outcomes[event.outcome.value] += 1
+        how = event.outcome.value
+        if event.outcome is not Outcome.COMPLETE:
+            how = f"{how}: {event.detail}" if event.detail else how
+            logger.log(20 if event.outcome is Outcome.CANCELLED else 30, "Transfer %s was not sent: %s",
+                       event.transfer, how)  # fmt: skip
+        self._end(event.transfer, state, how)
+
+    def _end(self, transfer: str, state: Held, how: str) -> None:
+        state.ended = True
+        self._reports.ended[transfer] = how
+        if not state.held:
+            self._forget(transfer)
+
+    def _released(self, transfer: str) -> None:
+        state = self._transfers.get(transfer)
+        if state is None:
+            return
+        state.held = False
+        if state.reclaim is not None:
+            self._reports.reclaimed[transfer, state.reclaim.round] += 1
+            state.reclaim = None
+        if state.ended:
+            self._forget(transfer)
+
+    def _forget(self, transfer: str) -> None:
+        del self._transfers[transfer]
+        self._over[transfer] = None
+        if len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+        self._reports.over[transfer] += 1
+
+    @property
+    def open(self) -> int:
+        """How many transfers are staged."""
+        return len(self._transfers)

@@ -192,7 +192,7 @@ MUTANTS = [
     Mutant(READ, producer=PreemptsAtOnce),
     Mutant(WRITTEN, producer=ForgetsTheDead),
     Mutant(frozenset({Rule.BYTES}), producer=AnyPrompt),
-    Mutant(READ, producer=LossEndsReading, first=6),
+    Mutant(READ, producer=LossEndsReading, first=30),
     Mutant(frozenset({Rule.ONCE}), producer=EndsTwice),
     Mutant(frozenset({Rule.HANGS}), producer=NeverAnswers),
 ]

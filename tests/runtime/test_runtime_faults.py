@@ -123,6 +123,13 @@ def test_what_notifications_cannot_say_goes_over_the_control_connection(timed: M
     assert producer.stats()["relayed"] > 0
 
 
+def all_acked(consumer: Consumer) -> bool:
+    """Whether every open offer has been seen by its producer, told by the transfer thread."""
+    return consumer.ask(
+        lambda side: str(all(rank.acked for one in side.machine._transfers.values() for rank in one.ranks.values()))
+    ) == str(True)
+
+
 class TestLoss:
     @pytest.mark.parametrize("on_death", list(OnDeath))
     def test_a_producer_that_dies(self, timed: MakeScene, on_death: OnDeath) -> None:
@@ -133,11 +140,10 @@ class TestLoss:
         transfers = [push.offer(link), waiting.offer(link)]
         push.stage()
         until(lambda: producer.stats().get("writes") == 1)
+        until(lambda: all_acked(consumer), "the acks, after which no offer is sent again")
         scene.kill(producer)
         consumer.cancel(transfers[0])  # which is how its death is noticed
-        first, second = (transfer.wait(WAIT) for transfer in transfers)
-        assert first in (Outcome.CANCELLED, Outcome.PEER_LOST)  # whichever was sent to the dead first
-        assert second is Outcome.PEER_LOST
+        assert [transfer.wait(WAIT) for transfer in transfers] == [Outcome.CANCELLED, Outcome.PEER_LOST]
         if on_death is OnDeath.TCP:
             assert not transfers[0].wait_released(0.1), "the kernel may still deliver"
         scene.network.release()

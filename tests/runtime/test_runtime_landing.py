@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pushkv import Consumer, Outcome, Producer
+from pushkv import Consumer, Outcome, Producer, Transfer
 from pushkv.backends.base import Fence
 from pushkv.backends.cpu import CpuBackend
 from pushkv.backends.cpu_packing import CpuPacker
@@ -36,6 +36,19 @@ def landing_pair(scene: Scene, **settings: Any) -> tuple[Producer, Consumer]:
 def slots(consumer: Consumer) -> str:
     """The landing slots in custody, told by the transfer thread."""
     return consumer.ask(lambda side: str(dict(side.machine.landing_slots())))
+
+
+def cancelled_under_its_write(scene: Scene, network: Network) -> tuple[Pushed, Transfer]:
+    """A transfer that was cancelled when its WRITE was on the way, which stalls there."""
+    producer, consumer = landing_pair(scene)
+    link = consumer.connect(producer.address)
+    pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
+    network.faults = Faults(stall=1.0)
+    transfer = pushed.offer(link)
+    pushed.stage()
+    until(lambda: "GRANTED" in slots(consumer) and producer.stats().get("writes", 0), "the WRITE")
+    consumer.cancel(transfer)
+    return pushed, transfer
 
 
 def all_free(endpoint: Producer | Consumer) -> bool:
@@ -290,15 +303,8 @@ class TestCustody:
 
     def test_a_late_write_goes_into_the_slot_and_not_into_the_blocks(self, timed: Callable[[Network], Scene]) -> None:
         network = Network(seed=1)
-        scene = timed(network)
-        producer, consumer = landing_pair(scene)
-        link = consumer.connect(producer.address)
-        pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
-        network.faults = Faults(stall=1.0)
-        transfer = pushed.offer(link)
-        pushed.stage()
-        until(lambda: "GRANTED" in slots(consumer) and producer.stats().get("writes", 0), "the WRITE")
-        consumer.cancel(transfer)
+        pushed, transfer = cancelled_under_its_write(timed(network), network)
+        consumer = pushed.scene_consumer
         assert transfer.wait_released(WAIT)  # no proof was needed: nothing of the producer's can reach them
         assert "QUARANTINED" in slots(consumer)
         array = array_of(consumer)
@@ -328,15 +334,8 @@ class TestCustody:
 
         monkeypatch.setattr(ConsumerMachine, "_on_landing", heedless)
         network = Network(seed=1)
-        scene = timed(network)
-        producer, consumer = landing_pair(scene)
-        link = consumer.connect(producer.address)
-        pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
-        network.faults = Faults(stall=1.0)
-        transfer = pushed.offer(link)
-        pushed.stage()
-        until(lambda: "GRANTED" in slots(consumer) and producer.stats().get("writes", 0), "the WRITE")
-        consumer.cancel(transfer)
+        pushed, transfer = cancelled_under_its_write(timed(network), network)
+        consumer = pushed.scene_consumer
         assert transfer.wait_released(WAIT)
         array = array_of(consumer)
         array[:, :, pushed.target] = 7.0

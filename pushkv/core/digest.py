@@ -33,6 +33,11 @@ def source_bytes(plans: Iterable[CopyPlan]) -> Stretches:
     return _joined((plan.source_region, plan.source_offset, plan.length) for plan in plans)
 
 
+def written_bytes(plans: Iterable[CopyPlan]) -> Stretches:
+    """What these plans write, in order."""
+    return _joined((plan.target_region, plan.target_offset, plan.length) for plan in plans)
+
+
 def target_bytes(
     template: PairTemplate, target_blocks: Sequence[BlockTable], spans: Iterable[Span], end: int
 ) -> Stretches:
@@ -41,11 +46,7 @@ def target_bytes(
     ``end`` is how many tokens the request has, and ``target_blocks`` one table a group. Raises GeometryError for
     spans that no plan can be made of.
     """
-    plans = (
-        plan_span(template, _any_blocks(template, span), target_blocks, span, end)
-        for span in spans
-    )  # fmt: skip
-    return _joined((plan.target_region, plan.target_offset, plan.length) for plan in plans)
+    return written_bytes(plan_span(template, _any_blocks(template, span), target_blocks, span, end) for span in spans)
 
 
 def plan_span(

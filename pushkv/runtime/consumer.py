@@ -119,8 +119,8 @@ class Consumer(Endpoint[Consuming]):
         """When a rank that is away is dialled next, and how long was waited for that."""
         self._redials: dict[str, Dial] = {}
         super().__init__(config, cache, transport=transport, trace=trace)
-        slots = self._shared.slots
-        self._costs = config.landing_costs if slots is None else slots.costs(config.landing_costs)
+        slots, costs = self._shared.slots, config.landing_costs
+        self._costs = slots.costs(costs) if slots is not None and config.landing == "auto" else costs
         self._listen()
 
     def _make_side(self, shared: Shared) -> Consuming:

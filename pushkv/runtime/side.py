@@ -93,7 +93,7 @@ class Side(Peering):
         """Take notifications and ended WRITEs, fire timers."""
         busy = self.each(self.copier.poll(), lambda tell: tell())
         if self.transport is not None:
-            busy = self.each(self._receive(), lambda came: self.frame(came[1]))
+            busy |= self.each(self._receive(), lambda came: self.frame(came[1]))
             busy |= self.poll_writes(now)
         self._base_machine.tick(now)
         busy |= self.run_commands()

@@ -15,6 +15,7 @@ from pushkv.backends.rows import Runs
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.copies import CopyPlan
+from pushkv.core.digest import source_bytes, written_bytes
 from pushkv.core.parts import least_slot
 from pushkv.core.ring import SlotPool
 from pushkv.core.template import PairTemplate
@@ -67,11 +68,11 @@ class Slots:
 
     def gather(self, plans: Sequence[CopyPlan], slot: int) -> Fence:
         """Pack the plans' sources."""
-        return self._packer.gather(_runs(plans, source=True), self._slot(slot))
+        return self._packer.gather(Runs(*source_bytes(plans)), self._slot(slot))
 
     def scatter(self, slot: int, plans: Sequence[CopyPlan]) -> Fence:
         """Unpack to the plans' targets."""
-        return self._packer.scatter(self._slot(slot), _runs(plans, source=False))
+        return self._packer.scatter(self._slot(slot), Runs(*written_bytes(plans)))
 
     def _slot(self, slot: int) -> Any:
         return self._memory[slot * self.size : (slot + 1) * self.size]
@@ -121,16 +122,3 @@ def agreed_room(me: wire.Side, theirs: wire.Side, template: PairTemplate) -> int
             raise HandshakeError(f"one token of one layer has {least} bytes and a slot {room}: set larger slot_bytes")
         return 0
     return room
-
-
-def _runs(plans: Sequence[CopyPlan], *, source: bool) -> Runs:
-    empty = np.zeros(0, np.int64)
-    columns = [
-        (plan.source_region, plan.source_offset) if source else (plan.target_region, plan.target_offset)
-        for plan in plans
-    ]
-    return Runs(
-        np.concatenate([empty, *(region for region, _ in columns)]),
-        np.concatenate([empty, *(offset for _, offset in columns)]),
-        np.concatenate([empty, *(plan.length for plan in plans)]),
-    )

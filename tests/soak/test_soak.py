@@ -32,16 +32,9 @@ def test_one_seed_gives_one_run() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
     assert f"fingerprint: {figures.fingerprint()}" in printed
     assert "verdict: every rule held" in printed
-    other = Figures(5)
+    other = Figures(4)
     soak(other, 300, 300)
     assert other.fingerprint() != figures.fingerprint()
-
-
-@pytest.mark.xfail(
-    strict=True, reason="after a refused path a producer keeps its entry for a consumer that has ended"
-)
-def test_a_seed_that_leaves_a_peers_entry_behind() -> None:
-    soak(Figures(4), 300, 300)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

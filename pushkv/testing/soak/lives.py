@@ -247,6 +247,9 @@ class Life:
             self.side.shared.control.send(pair.route, wire.Bye(pair.token))
         self.side.close()
         self.around.exchange.leave(self.agent)
+        if self.side.grounded:
+            # Its data mover was given up, not closed: that one ends with the process, which is what others may see.
+            self.around.network.die(self.agent)
 
 
 class ProducerLife(Life):

@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # How many tests run at once.
 JOBS ?= 2
 
-.PHONY: demo test test-libfabric test-vllm test-xpu contract check lint types unit walk bench clean help
+.PHONY: demo test test-libfabric test-vllm test-vllm-neuron test-xpu contract check lint types unit walk bench clean help
 
 help:
 	@echo "make demo    install what the demo needs into $(VENV) and run it"
@@ -42,6 +42,12 @@ VLLM := $(VENV)/vllm
 test-vllm:
 	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
 	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e
+
+# The connector on Trainium, on the fake device and vLLM's own scheduler, in the same environment.
+test-vllm-neuron:
+	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -e plugins/pushkv-vllm-neuron
+	cd plugins/pushkv-vllm-neuron && $(abspath $(VLLM))/bin/python -m pytest tests
 
 # A plug-in is installed into a folder of its own: in the environment itself every other test would find it too.
 XPU := $(VENV)/plugins/xpu

@@ -1,0 +1,52 @@
+"""What cannot be served on Trainium is refused before anything is made, and what is made goes over LIBFABRIC."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pushkv_vllm_neuron.requirements import packed, require
+
+from pushkv.errors import ConfigError
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    told = {"block_size": 32, "kv_buffer_device": "cuda", "decode": 1, "prefill": 1, "neuron_config": {}, **changes}
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=told["block_size"], cache_dtype="auto"),
+        kv_transfer_config=SimpleNamespace(kv_buffer_device=told["kv_buffer_device"]),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=told["decode"], prefill_context_parallel_size=told["prefill"]
+        ),
+        additional_config={"neuron_config": told["neuron_config"]},
+    )
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("device", ["cuda", "neuron", None])
+def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
+    require(config(block_size=size, kv_buffer_device=device))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"block_size": 16}, "block size is 16; vLLM-Neuron has 32, 64, 128: set --block-size"),
+        ({"kv_buffer_device": "cpu"}, "kv_buffer_device is 'cpu'; .* set it to 'cuda'"),
+        (
+            {"decode": 4},
+            "decode_context_parallel_size is 4: .* set it to 1, or use .*NeuronNixlConnector",
+        ),
+        ({"prefill": 2}, "prefill_context_parallel_size is 2"),
+        ({"neuron_config": {"fp8_packed_kv": True}}, "fp8_packed_kv is true: .* set it to false"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        require(config(**changes))
+
+
+@pytest.mark.parametrize("told", [None, {}, {"neuron_config": None}, "text"])
+def test_a_configuration_that_says_nothing_is_not_packed(told: object) -> None:
+    assert not packed(SimpleNamespace(additional_config=told))

@@ -1,0 +1,101 @@
+"""Whole requests through vLLM's scheduler on both sides, with caches on the fake device that are late."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cases import PROMPT, Balance, continued, counts, legs, pair
+from fake_engine import Shape, until
+
+from pushkv.backends.base import PassedFence
+from pushkv.backends.neuron import NeuronBackend
+
+LONG = [5 + number * 11 % 700 for number in range(150)]
+BLOCK = {"block_size": 32, "blocks": 64}
+
+
+@pytest.mark.parametrize("tokens", [2, 31, 32, 33, 150])
+def test_both_legs_at_once(scene: Any, tokens: int) -> None:
+    prefill, decode = pair(scene, BLOCK, BLOCK)
+    balance = Balance(prefill, decode)
+    one, other = legs(prefill, "t")
+    prefill.add("p", LONG[:tokens], one)
+    decode.add("d", LONG[:tokens], other, 3)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    assert decode.tokens["d"] == continued(LONG[:tokens], 3)
+    assert decode.loaded["d"] == tokens - 1
+    balance.settle()
+    assert counts(decode) == {"received": 1}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"ranks": 2}, {}),
+        ({}, {"ranks": 2}),
+        ({"block_size": 64}, {}),
+        ({}, {"block_size": 128}),
+        ({"batched": 32}, {}),
+        ({"window": 40, "batched": 32}, {"window": 40}),
+    ],
+    ids=str,
+)
+def test_a_mix_of_requests(scene: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    source, target = pair(scene, {**BLOCK, **prefill}, {**BLOCK, **decode})
+    rng = random.Random(3)
+    prompts = {
+        f"r{n}": LONG[: rng.choice([0, 32, 64])] + rng.choices(range(3, 900), k=rng.randrange(2, 60))
+        for n in range(5)
+    }
+    for name, prompt in prompts.items():
+        source.add(f"p-{name}", prompt, legs(source, name)[0])
+        target.add(f"d-{name}", prompt, legs(source, name)[1], 2)
+    until(lambda: len(target.finished) == len(prompts), source, target)
+    for name, prompt in prompts.items():
+        assert target.tokens[f"d-{name}"] == continued(prompt, 2)
+    told = counts(target)
+    assert told.get("failed", 0) == 0
+    assert told["received"] + told.get("declined", 0) == len(prompts)
+
+
+@pytest.mark.parametrize("trainium", ["kv_producer", "kv_consumer"])
+def test_a_gpu_on_the_other_side(scene: Any, trainium: str) -> None:
+    """Another order, another block size, K and V in one block against apart, and twice the ranks."""
+    gpu = "kv_consumer" if trainium == "kv_producer" else "kv_producer"
+    engines = {
+        trainium: scene.engine(Shape(role=trainium, **BLOCK)),
+        gpu: scene.gpu(Shape(role=gpu, block_size=16, ranks=2)),
+    }
+    prefill, decode = engines["kv_producer"], engines["kv_consumer"]
+    one, other = legs(prefill, "t")
+    prefill.add("p", LONG, one)
+    decode.add("d", LONG, other, 3)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    assert decode.tokens["d"] == continued(LONG, 3)
+    assert decode.loaded["d"] == len(LONG) - 1
+
+
+def test_the_null_block_is_never_written(scene: Any) -> None:
+    shape = {**BLOCK, "window": 40, "batched": 32}
+    prefill, decode = pair(scene, shape, shape)
+    one, other = legs(prefill, "t")
+    prefill.add("p", LONG, one)
+    decode.add("d", LONG, other, 2)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    for worker in (*prefill.workers, *decode.workers):
+        for cache in worker.caches.values():
+            assert not cache[:, 0].cpu().any()
+
+
+def test_without_the_fence_what_arrives_is_not_kv(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation that shows that the tests above can fail."""
+    monkeypatch.setattr(NeuronBackend, "fence", lambda self, array=None: PassedFence())
+    prefill, decode = pair(scene, BLOCK, BLOCK)
+    one, other = legs(prefill, "t")
+    prefill.add("p", PROMPT, one)
+    decode.add("d", PROMPT, other, 2)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    assert decode.wrong
+    decode.wrong.clear()

@@ -19,6 +19,7 @@ help:
 	@echo "make check   the checks without installing anything"
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
 	@echo "make test-vllm        the connector and the router in real vLLM servers, on CPU"
+	@echo "make test-vllm-neuron the connector on Trainium: a fake device under vLLM's scheduler"
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
 	@echo "make contract         which memory backend keeps which part of the contract here"
 	@echo "make walk    walk every joint state of the protocol and print what was seen"
@@ -42,12 +43,15 @@ VLLM := $(VENV)/vllm
 test-vllm:
 	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
 	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e
+	$(MAKE) test-vllm-neuron
 
 # The connector on Trainium, on the fake device and vLLM's own scheduler, in the same environment.
+NEURON := plugins/pushkv-vllm-neuron
+
 test-vllm-neuron:
 	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -e plugins/pushkv-vllm-neuron
-	cd plugins/pushkv-vllm-neuron && $(abspath $(VLLM))/bin/python -m pytest tests
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -e $(NEURON)
+	cd $(NEURON) && $(abspath $(VLLM))/bin/python -m pytest tests
 
 # A plug-in is installed into a folder of its own: in the environment itself every other test would find it too.
 XPU := $(VENV)/plugins/xpu
@@ -76,7 +80,7 @@ types:
 # The fake Neuron device cannot be uninstalled from a process, so its tests are a run of their own. They need torch.
 unit:
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-	$(if $(TORCH),$(BIN)/python -m pytest -n $(JOBS) tests/neuron)
+	$(if $(TORCH),$(BIN)/python -m pytest -n $(JOBS) tests/neuron $(NEURON)/tests/test_neuron_requirements.py)
 
 walk: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m walk

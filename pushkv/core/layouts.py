@@ -353,7 +353,7 @@ def _keys_and_values(name: str, array: Array) -> tuple[Array, Array]:
 
 
 def neuron_layers(
-    arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0
+    arrays: Mapping[str, Array], shard: Shard, *, kind: Kind = Kind.ATTENTION, window: int = 0, packed: bool = False
 ) -> CacheGroup:
-    """vLLM-Neuron's tensor a layer, (2, B, H, N, C)."""
-    return group_of_layers(arrays, "SBHNC", shard, kind=kind, window=window)
+    """vLLM-Neuron's tensor a layer, (2, B, H, N, C). ``packed``: K interleaves two tokens, so blocks stay whole."""
+    return group_of_layers(arrays, "SBHNC", shard, kind=kind, window=window, whole_blocks=packed)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from pushkv_vllm.connector import PushKVConnector
 from pushkv_vllm.settings import Settings
 from pushkv_vllm.worker.half import WorkerHalf
 from pushkv_vllm.worker.ranks import Ranks
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
 from pushkv_vllm_neuron.geometry import describe
-from pushkv_vllm_neuron.requirements import require
+from pushkv_vllm_neuron.requirements import packed, require
 
 
 class PushKVNeuronConnector(PushKVConnector):
@@ -47,8 +47,9 @@ class NeuronWorkerHalf(WorkerHalf):
         """Register the cache. Raises GeometryError, BackendError, ConfigError and TransportError."""
         if next(iter(tensors.values())).device.type == "neuron":
             self._settings = over_libfabric(self._settings, self._vllm_config)
-        ranks = Ranks.here()
-        self._serve(describe(tensors, self._kv_cache_config, ranks, self._total_heads, **self._factors()), ranks)
+        ranks, folded = Ranks.here(), packed(self._vllm_config)
+        cache = describe(tensors, self._kv_cache_config, ranks, self._total_heads, packed=folded, **self._factors())
+        self._serve(cache, ranks)
 
 
 def over_libfabric(settings: Settings, vllm_config: Any) -> Settings:

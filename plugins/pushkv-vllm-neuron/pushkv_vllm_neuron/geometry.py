@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pushkv_vllm.worker.geometry import EngineCache, _layouts, _share
-from pushkv_vllm.worker.ranks import Ranks
-
 from pushkv import KVCache
 from pushkv.core.layouts import Array, neuron_layers, place_array
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
 from pushkv.plugins import backend_for
+from pushkv_vllm.worker.geometry import EngineCache, _layouts, _share
+from pushkv_vllm.worker.ranks import Ranks
 
 
 def describe(
-    tensors: Mapping[str, Any], kv_cache_config: Any, ranks: Ranks, total_heads: int, **factors: str
+    tensors: Mapping[str, Any],
+    kv_cache_config: Any,
+    ranks: Ranks,
+    total_heads: int,
+    *,
+    packed: bool = False,
+    **factors: str,
 ) -> EngineCache:
     """Describe what ``register_kv_caches`` is given. Layers may share a raw tensor.
+
+    ``packed`` says that K has two tokens interleaved: then blocks are copied whole, and an engine that keeps K
+    otherwise, or has blocks of another size, is refused at the handshake.
 
     Raises GeometryError for a layer that is none of (2, blocks, heads, tokens, content).
     """
@@ -29,9 +37,11 @@ def describe(
         placed = {name: place_array(backend.describe(tensors[name]), regions) for name in names}
         ratio = _ratio(placed, int(kv_cache_config.num_blocks))
         share = _share(layout, ranks, total_heads)
-        groups.append(neuron_layers(placed, share, kind=layout.kind, window=layout.window))
+        groups.append(neuron_layers(placed, share, kind=layout.kind, window=layout.window, packed=packed))
         owners.append(layout.group)
         ratios.append(ratio)
+    if packed:
+        factors["packed K"] = "two tokens interleaved"
     cache = KVCache.from_groups(groups, regions, backend, list(tensors.values()), **factors)
     return EngineCache(cache, tuple(owners), tuple(ratios))
 

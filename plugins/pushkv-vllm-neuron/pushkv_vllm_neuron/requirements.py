@@ -17,11 +17,6 @@ def require(vllm_config: Any) -> None:
     _require_block_size(int(vllm_config.cache_config.block_size))
     _require_buffer(str(getattr(vllm_config.kv_transfer_config, "kv_buffer_device", None) or "neuron"))
     _refuse_context_parallel(vllm_config.parallel_config)
-    if packed(vllm_config):
-        raise ConfigError(
-            "neuron_config.fp8_packed_kv is true: packed K interleaves two tokens, so that a prompt of an odd number "
-            "of them cannot be cut; set it to false, or use another connector."
-        )
 
 
 def _require_block_size(size: int) -> None:

@@ -1,27 +1,36 @@
-"""Engines with vLLM's own scheduler whose workers hold their cache on the fake Neuron device."""
+"""Engines with vLLM's own scheduler whose workers hold their cache on the fake Neuron device, or as GPUs have it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fake_engine
+import numpy as np
 import torch
-from fake_engine import HEAD_SIZE, HEADS, LAYERS, FakeEngine, Scene, Shape, value_of
-from pushkv_vllm.worker import half
-from pushkv_vllm_neuron import PushKVNeuronConnector
-from pushkv_vllm_neuron.geometry import describe
+from fake_engine import HEAD_SIZE, HEADS, LAYERS, FakeEngine, FakeWorker, Scene, Shape
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pushkv.testing.neuron import FakeNeuron, FakeNixl
 from pushkv.transport.memory import MemoryTransport, Network
+from pushkv_vllm.worker import geometry, half
+from pushkv_vllm_neuron import PushKVNeuronConnector
+from pushkv_vllm_neuron.geometry import describe
+from pushkv_vllm_neuron.requirements import packed
+
+Rows = np.ndarray[Any, Any]
 
 
-class NeuronWorker(fake_engine.FakeWorker):
-    """One rank: a tensor a layer, (2, B, H, N, C), cast from raw bytes; what it writes lands late."""
+class NeuronWorker(FakeWorker):
+    """One rank: a tensor a layer, (2, B, H, N, C), cast from raw bytes; what it writes lands late.
+
+    Packed keys have tokens 2n and 2n + 1 of a block interleaved, element by element.
+    """
 
     def __init__(self, engine: Any, rank: int) -> None:
         self.engine, self.rank = engine, rank
+        self.packed = packed(engine.config)
         shape = (2, engine.shape.blocks, HEADS // engine.shape.ranks, engine.shape.block_size, HEAD_SIZE)
         size = 4 * torch.Size(shape).numel()
         self.caches = {
@@ -31,16 +40,47 @@ class NeuronWorker(fake_engine.FakeWorker):
         engine.fake.synchronize()
         self.connector = PushKVNeuronConnector(engine.config, KVConnectorRole.WORKER, engine.cache_config)
 
-    def rows(self, layer: str, block: int, offset: int) -> list[Any]:
-        cache = self.caches[layer]
-        return [cache[side, block, :, offset] for side in range(2)]
+    def tokens(self, layer: str, blocks: Sequence[int]) -> Rows:
+        keys, values = self.caches[layer].cpu()[:, list(blocks)].numpy()
+        if self.packed:
+            count, heads, tokens, size = keys.shape
+            keys = keys.reshape(count, heads, tokens // 2, size, 2).swapaxes(3, 4).reshape(keys.shape)
+        rows = np.stack([keys, values])
+        return rows.transpose(1, 3, 0, 2, 4).reshape(-1, 2, rows.shape[2], HEAD_SIZE)
+
+    def write(self, layer: str, block: int, offset: int, row: Rows) -> None:
+        self.engine.written.append((self._rows(self.caches[layer].host, block, offset), torch.from_numpy(row.copy())))
+
+    def _rows(self, host: torch.Tensor, block: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a token's key and value lie, (head, element) each."""
+        keys, values = host[0, block], host[1, block, :, offset]
+        if self.packed:
+            heads, tokens, size = keys.shape
+            return keys.view(heads, tokens // 2, size, 2)[:, offset // 2, :, offset % 2], values
+        return keys[:, offset], values
+
+
+class GpuWorker(FakeWorker):
+    """One rank: (B, H, N, 2C) with tokens outside heads in memory, a token's key before its value."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        super().__init__(engine, rank)
+        shape = (engine.shape.blocks, engine.shape.block_size, HEADS // engine.shape.ranks, 2 * HEAD_SIZE)
+        self.caches = {name: torch.zeros(shape).permute(0, 2, 1, 3) for name in self.caches}
+
+    def halves(self, layer: str) -> tuple[Rows, Rows]:
+        both = self.caches[layer].numpy()
+        return both[..., :HEAD_SIZE], both[..., HEAD_SIZE:]
 
 
 class NeuronEngine(FakeEngine):
     """A server on the fake device."""
 
-    def __init__(self, fake: FakeNeuron, shape: Shape, network: Network, model: Path, monkeypatch: Any) -> None:
-        self.fake = fake
+    def __init__(
+        self, fake: FakeNeuron, shape: Shape, network: Network, model: Path, monkeypatch: Any, *, packed: bool
+    ) -> None:
+        self.fake, self._network, self._packed = fake, network, packed
+        self.written: list[Any] = []
         with monkeypatch.context() as patch:
             patch.setattr(fake_engine, "FakeWorker", NeuronWorker)
             patch.setattr(fake_engine, "config_of", self._config)
@@ -48,26 +88,14 @@ class NeuronEngine(FakeEngine):
 
     def forward(self, worker: Any, output: Any) -> None:
         """One compiled graph: what a step writes lands at once, when somebody waits for it."""
-        self._written: list[tuple[Any, Any]] = []
+        self.written = written = []
         super().forward(worker, output)
-        written = self._written
         if written:
-            self.fake.run_graph(lambda *hosts: [row.copy_(value) for row, value in written], *worker.caches.values())
+            self.fake.run_graph(lambda *_: [_put(rows, row) for rows, row in written], *worker.caches.values())
 
-    def _touch(
-        self, worker: Any, name: str, group: int, layer: str, place: int, known: list[int], *, write: bool
-    ) -> None:
-        if not write:
-            super()._touch(worker, name, group, layer, place, known, write=False)
-            return
-        block, offset = divmod(place, self.shape.block_size)
-        number, value = self.tables[name][group][block], value_of(tuple(known[: place + 1]))
-        rows = enumerate(worker.rows(layer, number, offset))
-        self._written += [(row.host, worker.expected(layer, side, value)) for side, row in rows]
-
-    @staticmethod
-    def _config(shape: Shape, model: Path) -> Any:
+    def _config(self, shape: Shape, model: Path) -> Any:
         config = _plain_config(shape, model)
+        config.additional_config = {"neuron_config": {"fp8_packed_kv": self._packed}}
         config.kv_transfer_config.kv_connector = "PushKVNeuronConnector"
         config.kv_transfer_config.kv_connector_module_path = "pushkv_vllm_neuron.connector"
         config.kv_transfer_config.kv_buffer_device = "cuda"
@@ -80,18 +108,28 @@ class NeuronEngine(FakeEngine):
 
     def _geometry(self, worker: Any) -> Any:
         ranks = half.Ranks(worker.rank, self.shape.ranks)
-        return describe(worker.caches, self.cache_config, ranks, HEADS).cache.geometry
+        cache = describe(worker.caches, self.cache_config, ranks, HEADS, packed=self._packed)
+        return cache.cache.geometry
+
+
+def _put(rows: Sequence[torch.Tensor], row: torch.Tensor) -> None:
+    for target, value in zip(rows, row, strict=True):
+        target.copy_(value)
 
 
 _plain_config = fake_engine.config_of
 
 
 class GpuEngine(FakeEngine):
-    """A server whose cache is host memory, as the connector's own tests have it, on the same network."""
+    """A server whose cache is described as a GPU's is, on the same network; its memory is the host's."""
 
     def __init__(self, fake: FakeNeuron, shape: Shape, network: Network, model: Path, monkeypatch: Any) -> None:
         self._nixl = FakeNixl(fake, lambda agent: MemoryTransport(network, agent))
-        super().__init__(shape, network, model, monkeypatch)
+        plain = geometry._groups
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_engine, "FakeWorker", GpuWorker)
+            patch.setattr(geometry, "_groups", lambda placed, layout, share, _: plain(placed, layout, share, "cuda"))
+            super().__init__(shape, network, model, monkeypatch)
 
     def _start(self, monkeypatch: Any, addresses: list[str]) -> list[Any]:
         monkeypatch.setattr(half.WorkerHalf, "transports", [self._nixl])
@@ -103,9 +141,8 @@ class NeuronScene(Scene):
 
     fake: FakeNeuron
 
-    def engine(self, shape: Shape) -> NeuronEngine:
-        NeuronEngine._network = self.network
-        engine = NeuronEngine(self.fake, shape, self.network, self.model, self.monkeypatch)
+    def engine(self, shape: Shape, *, packed: bool = False) -> NeuronEngine:
+        engine = NeuronEngine(self.fake, shape, self.network, self.model, self.monkeypatch, packed=packed)
         self.engines.append(engine)
         return engine
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pushkv_vllm_neuron.requirements import packed, require
 
 from pushkv.errors import ConfigError
+from pushkv_vllm_neuron.requirements import packed, require
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -39,7 +39,6 @@ def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
             "decode_context_parallel_size is 4: .* set it to 1, or use .*NeuronNixlConnector",
         ),
         ({"prefill": 2}, "prefill_context_parallel_size is 2"),
-        ({"neuron_config": {"fp8_packed_kv": True}}, "fp8_packed_kv is true: .* set it to false"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(changes: dict[str, Any], told: str) -> None:

@@ -11,6 +11,7 @@ from fake_engine import Shape, until
 
 from pushkv.backends.base import PassedFence
 from pushkv.backends.neuron import NeuronBackend
+from pushkv.errors import HandshakeError
 
 LONG = [5 + number * 11 % 700 for number in range(150)]
 BLOCK = {"block_size": 32, "blocks": 64}
@@ -75,6 +76,35 @@ def test_a_gpu_on_the_other_side(scene: Any, trainium: str) -> None:
     until(lambda: "d" in decode.finished, prefill, decode)
     assert decode.tokens["d"] == continued(LONG, 3)
     assert decode.loaded["d"] == len(LONG) - 1
+
+
+@pytest.mark.parametrize("tokens", [32, 33, 150])
+def test_packed_keys_go_in_whole_blocks(scene: Any, tokens: int) -> None:
+    prefill = scene.engine(Shape(role="kv_producer", **BLOCK), packed=True)
+    decode = scene.engine(Shape(role="kv_consumer", **BLOCK), packed=True)
+    one, other = legs(prefill, "t")
+    prefill.add("p", LONG[:tokens], one)
+    decode.add("d", LONG[:tokens], other, 3)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    assert decode.tokens["d"] == continued(LONG[:tokens], 3)
+    assert decode.loaded["d"] == tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "size", "told"),
+    [
+        (True, False, 32, "packed K: 'two tokens interleaved' against 'not given'"),
+        (False, True, 32, "packed K: 'not given' against 'two tokens interleaved'"),
+        (True, True, 64, "tokens of whole blocks: '32' against '64'"),
+    ],
+)
+def test_packed_keys_meet_no_others(scene: Any, prefill: bool, decode: bool, size: int, told: str) -> None:
+    """They have as many bytes, so that nothing but the digest of the two caches' factors can tell."""
+    source = scene.engine(Shape(role="kv_producer", **BLOCK), packed=prefill)
+    target = scene.engine(Shape(role="kv_consumer", **{**BLOCK, "block_size": size}), packed=decode)
+    (consumer,) = target.endpoints
+    with pytest.raises(HandshakeError, match=told):
+        consumer.connect(source.producers[0].address)
 
 
 def test_the_null_block_is_never_written(scene: Any) -> None:

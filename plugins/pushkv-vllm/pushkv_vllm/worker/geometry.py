@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pushkv import Kind, KVCache, Shard, shard
 from pushkv.core.geometry import CacheGroup
-from pushkv.core.layouts import Array, group_of_layers, group_of_tensor, place_array, vllm_cpu
+from pushkv.core.layouts import Array, Packing, group_of_layers, group_of_tensor, place_array, vllm_cpu
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
 from pushkv.plugins import backend_for
@@ -28,12 +28,23 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a layer's cache is, apart from its memory: layers of one are a group. ``heads`` are this rank's."""
+    """What a layer's cache is, apart from its memory: layers of one are a group. ``heads`` are this rank's, and
+    ``size`` is how many elements a head's key has."""
 
     group: int
     kind: Kind
     window: int
     heads: int
+    size: int = 0
+
+    def packing(self, content: int) -> Packing:
+        """How K and V share a content axis of so many elements.
+
+        Told apart where that is sure, so that an engine which has them in two tensors is served too; scales beside
+        them, or values of another size, stay where they are.
+        """
+        alike = self.kind is not Kind.LATENT and self.size and content == 2 * self.size
+        return Packing.CONTENT if alike else Packing.SINGLE
 
 
 @dataclass(frozen=True)
@@ -105,11 +116,12 @@ def describe_cross_layer(
     regions: list[Region] = []
     array = place_array(backend.describe(tensor), regions)
     (group,) = kv_cache_config.kv_cache_groups
-    heads = group.kv_cache_spec.num_kv_heads
-    layout = Layout(0, Kind.ATTENTION, 0, heads)
+    spec = group.kv_cache_spec
+    layout = Layout(0, Kind.ATTENTION, 0, spec.num_kv_heads, _head_size(spec))
     share = _share(layout, ranks, total_heads)
     axes = ("BHLNC" if heads_first else "BLNHC")[: len(array.shape)]
-    made = group_of_tensor(list(group.layer_names), array, axes, share)
+    packing = layout.packing(array.shape[-1])
+    made = group_of_tensor(list(group.layer_names), array, axes, share, packing=packing)
     cache = KVCache.from_groups([made], regions, backend, [tensor], **factors)
     return EngineCache(cache, (0,), (max(1, made.blocks // int(kv_cache_config.num_blocks)),))
 
@@ -140,15 +152,21 @@ def _layout(group: int, spec: Any) -> Layout:
     if "SlidingWindowSpec" in bases:
         # A query sees itself and window - 1 tokens before; the blocks of no others are kept.
         heads = 1 if "SlidingWindowMLASpec" in bases else int(spec.num_kv_heads)
-        return Layout(group, Kind.WINDOW, max(1, int(spec.sliding_window) - 1), heads)
+        return Layout(group, Kind.WINDOW, max(1, int(spec.sliding_window) - 1), heads, _head_size(spec))
     if "MLAAttentionSpec" in bases:
         return Layout(group, Kind.LATENT, 0, 1)
     if "FullAttentionSpec" in bases:
-        return Layout(group, Kind.ATTENTION, 0, int(spec.num_kv_heads))
+        return Layout(group, Kind.ATTENTION, 0, int(spec.num_kv_heads), _head_size(spec))
     raise GeometryError(
         f"A cache of {type(spec).__name__} cannot be moved; this connector moves full, sliding-window and latent "
         "(MLA) attention."
     )
+
+
+def _head_size(spec: Any) -> int:
+    """How many elements a head's key has; 0 where its value has another number."""
+    size = int(getattr(spec, "head_size", 0))
+    return size if int(getattr(spec, "head_size_v", None) or size) == size else 0
 
 
 def _ratio(kv_cache_config: Any, layout: Layout, placed: Mapping[str, Array]) -> int:
@@ -181,7 +199,8 @@ def _groups(placed: Mapping[str, Array], layout: Layout, share: Shard, device: s
         )
     if device == "cpu" and axes == "BHNC" and layout.kind is not Kind.LATENT:
         return vllm_cpu(placed, share, kind=layout.kind, window=layout.window)
-    return (group_of_layers(placed, axes, share, kind=layout.kind, window=layout.window),)
+    packing = layout.packing(next(iter(placed.values())).shape[-1])
+    return (group_of_layers(placed, axes, share, packing=packing, kind=layout.kind, window=layout.window),)
 
 
 def model_digest(vllm_config: Any) -> str:

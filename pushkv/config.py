@@ -57,7 +57,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     who may connect.
 
     ``verify="checksum"``: the producer sends a digest (CRC-32) of the bytes it WRITEs, and the consumer takes one of
-    what has arrived; where they differ the transfer fails. Both sides must say the same.
+    what has arrived, in its blocks or in a landing slot; where they differ the transfer fails. Both sides must say
+    the same.
 
     ``landing``: ``direct`` has producers WRITE into the consumer's blocks. With ``landing`` they gather parts into
     staging slots and WRITE those into slots of the consumer's landing ring, which scatters them; then only slots are
@@ -104,8 +105,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _one_of("verify", self.verify, ("off", "checksum"))
         _one_of("landing", self.landing, ("direct", "landing", "auto"))
         _check_types(self)
-        if self.landing != "direct" and self.verify != "off":
-            raise ConfigError(f"landing is {self.landing!r} and verify {self.verify!r}; slots are not verified yet.")
         if not 0 < self.slot_bytes <= self.landing_bytes < 1 << 48:
             raise ConfigError(
                 f"landing_bytes is {self.landing_bytes}, slot_bytes {self.slot_bytes}; give room for at least a slot."

@@ -86,6 +86,13 @@ class ConsumerMachine(Recipient):
         """How many landing slots are in which custody; free ones are not counted."""
         return self._ring.custody()
 
+    def awaits(self, peer: str, message: Complete) -> bool:
+        """Whether a landing slot waits for this part: its credit is good, and has not been used."""
+        key, owner = self._nonces.get(message.nonce, (None, None))
+        if key is None or owner != peer or message.credit is None:
+            return False
+        return self._ring.find(message.credit, peer, key, message.part) is not None
+
     @property
     def lands(self) -> bool:
         """Whether a landing slot is granted or scattered."""

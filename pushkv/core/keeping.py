@@ -20,6 +20,10 @@ class Keeping:
         """Whether the transfer's blocks are in custody."""
         return key in self._transfers and not self._transfers[key].released
 
+    def knows(self, key: TransferKey) -> bool:
+        """Whether the transfer is one of :meth:`transfers`."""
+        return key in self._transfers
+
     def transfers(self) -> list[TransferKey]:
         """The transfers whose blocks, or the landing slots granted for them, are in custody."""
         return list(self._transfers)

@@ -132,6 +132,7 @@ class Consuming(Scattering):
 
     def measure(self) -> None:
         """Publish how much is in custody."""
+        self.forget_past_offers()
         self.in_custody = len(self.machine.transfers()) + len(self._refused)
         self.held_blocks = self.machine.held_blocks()
         self.quarantined = self.machine.quarantined

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,13 @@ from pushkv.errors import BackendError
 
 CHUNK = 1 << 20
 """Bytes that are read and hashed at once: about a millisecond's work for a processor core."""
+
+
+class Readable(Protocol):
+    """Memory that can be read back: a cache's, or slots."""
+
+    def read(self, runs: Runs) -> NDArray[np.uint8]:
+        """The bytes of the runs, one after the other, until the next call. Raises BackendError."""
 
 
 class Reader:
@@ -49,7 +57,7 @@ class Digest:
     The bytes are those that are there when :meth:`work` comes to them. Everything is called on one thread.
     """
 
-    def __init__(self, reader: Reader, stretches: Stretches) -> None:
+    def __init__(self, reader: Readable, stretches: Stretches) -> None:
         self._reader = reader
         self._stretches = stretches
         self._ends = np.cumsum(stretches.length)

@@ -190,8 +190,12 @@ class Posting(Staging):
         )
 
     def _digest(self, pair: Pair, post: Post | PostSlot, plan: CopyPlan) -> Digest | None:
-        if self.reader is None or isinstance(post, PostSlot):
+        if not self.verifies:
             return None
+        if isinstance(post, PostSlot):
+            assert self.shared.slots is not None
+            return Digest(self.shared.slots, self.shared.slots.stretch(post.slot, plan.bytes))
+        assert self.reader is not None
         assert isinstance(post.target, Blocks)
         spans, sides = post.complete.spans, (tables(post.source), tables(post.target))
         plans = [plan_span(pair.template, *sides, span, post.end) for span in spans] if len(spans) > 1 else [plan]
@@ -242,13 +246,14 @@ class Posting(Staging):
     def _hash(self, write: Write, now: float) -> bool:
         """Go on with a WRITE's digest; reading device memory may not return, and is watched like a call to NIXL."""
         assert write.digest is not None
+        what = "a staging slot" if isinstance(write.post, PostSlot) else "the source blocks"
         try:
-            self.shared.turn.away("reading source blocks back", write.digest.work, SLICE_SECONDS)
+            self.shared.turn.away(f"reading {what} back", write.digest.work, SLICE_SECONDS)
         except Exception as error:
             self._queues[write.post.peer].remove(write)
             reached = bool(write.flying)
             self._give_up(write)
-            failed = TransportError(f"the source blocks cannot be read back for their digest: {error}")
+            failed = TransportError(f"{what} cannot be read back for a digest: {error}")
             self._not_posted(write.post, write.pair, failed, reached, now)
         return True
 

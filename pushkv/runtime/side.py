@@ -41,13 +41,18 @@ class Side(Peering):
         self.quarantined = 0
         """How many of them wait for nothing but proof."""
         self.reader: Reader | None = None
-        """What reads the cache back, where bytes are verified."""
+        """What reads the cache back, where bytes are verified and may come into blocks."""
         self._pending: deque[Command] = deque()
         self._relay_answers = False
         self.copier = shared.make_copier(f"{shared.agent}-copies", self._prepare_thread)
 
     def _prepare_thread(self) -> None:
         self.shared.cache.backend.prepare_thread(self.shared.cache.home[1])
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the two sides take digests of bytes."""
+        return self.shared.config.verify != "off"
 
     # Work
 
@@ -59,7 +64,7 @@ class Side(Peering):
             return
         shared = self.shared
         self._prepare_thread()
-        if shared.config.verify != "off":
+        if self.verifies and shared.config.landing != "landing":
             self.reader = Reader(shared.cache)
         transport = WatchedTransport(shared.make_transport(shared.agent), shared.turn)
         transport.claim()

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pushkv.backends.base import Fence
 from pushkv.backends.rows import Runs
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.copies import CopyPlan
-from pushkv.core.digest import source_bytes, written_bytes
+from pushkv.core.digest import Stretches, source_bytes, written_bytes
 from pushkv.core.parts import least_slot
 from pushkv.core.ring import SlotPool
 from pushkv.core.template import PairTemplate
@@ -36,6 +37,7 @@ class Slots:
     def __init__(self, cache: KVCache, size: int, count: int) -> None:
         """Raises BackendError where the memory is not to be had, or the backend cannot gather and scatter."""
         self.size, self.pool = size, SlotPool(count)
+        self._backend = cache.backend
         self._packer = cache.backend.packer(cache.regions, cache.arrays)
         self._longest_number, self._longest = max(enumerate(cache.regions), key=lambda one: one[1].length)
         self._memory: Any = cache.backend.allocate(size * count, cache.home[1])
@@ -73,6 +75,16 @@ class Slots:
     def scatter(self, slot: int, plans: Sequence[CopyPlan]) -> Fence:
         """Unpack to the plans' targets."""
         return self._packer.scatter(self._slot(slot), Runs(*written_bytes(plans)))
+
+    def stretch(self, slot: int, length: int) -> Stretches:
+        """The first bytes of a slot, as :meth:`read` takes them."""
+        none = np.zeros(1, np.int64)
+        return Stretches(none, none + slot * self.size, none + length)
+
+    def read(self, runs: Runs) -> NDArray[np.uint8]:
+        """The bytes of a run in host memory, its offset counted from the first slot on. Raises BackendError."""
+        (offset,), (length,) = runs.offset.tolist(), runs.length.tolist()
+        return self._backend.to_host(self._memory[offset : offset + length])
 
     def _slot(self, slot: int) -> Any:
         return self._memory[slot * self.size : (slot + 1) * self.size]

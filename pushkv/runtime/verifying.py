@@ -3,6 +3,9 @@
 A part counts, for coverage and so for custody, when the digest of its bytes here is the one that came with it. Where
 it is not, the transfer fails and the part never counts: it may be that its bytes are still to land. Custody then ends
 by the producer's ``Drained``, or by proof.
+
+A part that comes into a landing slot is looked at there, before it is scattered: what differs never gets into a
+block. That goes on where its transfer is over, as the slot is given back for a part that has come whole.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.digest import target_bytes
 from pushkv.core.messages import Blocks, Complete, Offer, TransferKey
 from pushkv.core.outcome import Outcome
-from pushkv.errors import PushKVError
+from pushkv.core.parts import span_bytes
+from pushkv.errors import ProtocolError, PushKVError
 from pushkv.runtime.digest import Digest
 from pushkv.runtime.pair import Pair, tables
 from pushkv.runtime.side import Shared, Side
@@ -32,6 +36,11 @@ class Offered:
     peer: str
     offer: Offer
     good: set[Complete] = field(default_factory=set)
+
+    @property
+    def lands(self) -> bool:
+        """Whether its parts come into landing slots."""
+        return not isinstance(self.offer.into, Blocks)
 
 
 @dataclass
@@ -53,6 +62,8 @@ class Verifying(Side):
         self._offers: dict[bytes, Offered] = {}
         self._looks: dict[Complete, Look] = {}
         """Parts that are being looked at; the first is the next one's turn."""
+        self._fading: set[TransferKey] = set()
+        """Transfers whose blocks are released, and which the machine may still know."""
 
     def urgency(self) -> int:
         """A look waits for nothing."""
@@ -64,14 +75,21 @@ class Verifying(Side):
 
     def note_offer(self, peer: str, offer: Offer) -> None:
         """Remember what was offered, until it is released."""
-        if self.reader is not None:
+        if self.verifies:
             self._offers.setdefault(offer.nonce, Offered(peer, offer))
 
     def forget_offers(self, key: TransferKey) -> None:
-        """A transfer's blocks are out of custody: they are not read any more."""
-        for nonce in [nonce for nonce, one in self._offers.items() if one.offer.key == key]:
-            del self._offers[nonce]
-        self._looks = {part: look for part, look in self._looks.items() if look.offered.offer.key != key}
+        """A transfer's blocks are out of custody and not read any more; its landing slots may be for a while."""
+        self._fading.add(key)
+        self.forget_past_offers()
+
+    def forget_past_offers(self) -> None:
+        """Forget what was released and has no slot in custody."""
+        past = {key for key in self._fading if not self.machine.knows(key)}
+        if past:
+            self._fading -= past
+            self._offers = {nonce: one for nonce, one in self._offers.items() if one.offer.key not in past}
+            self._looks = {part: look for part, look in self._looks.items() if look.offered.offer.key not in past}
 
     def forget_looks(self) -> None:
         """The thread is stuck in one: what was being looked at never counts."""
@@ -84,19 +102,37 @@ class Verifying(Side):
             offered is None
             or offered.peer != pair.agent
             or complete in offered.good
-            or not _fits(pair, offered, complete)
+            or not self._fits(pair, offered, complete)
         ):
             self.machine.receive(pair.agent, complete, now)
         elif complete not in self._looks:
             try:
-                self._looks[complete] = Look(pair, offered, complete, self._digest(pair, offered.offer, complete))
+                self._looks[complete] = Look(pair, offered, complete, self._digest(pair, offered, complete))
             except PushKVError as error:
                 self._bad(offered, complete, f"cannot be verified: {error}", now)
 
-    def _digest(self, pair: Pair, offer: Offer, complete: Complete) -> Digest:
-        assert isinstance(offer.into, Blocks)
+    def _fits(self, pair: Pair, offered: Offered, complete: Complete) -> bool:
+        """Whether the part is of what is owed, in a slot that waits for it; what is not, the machine refuses."""
+        offer = offered.offer
+        owed = pair.template.owed((offer.start, offer.stop), end=offer.stop)
+        within = all(any(span.within(one) for one in owed) for span in complete.spans)
+        return within and (not offered.lands or self.machine.awaits(pair.agent, complete))
+
+    def _digest(self, pair: Pair, offered: Offered, complete: Complete) -> Digest:
+        if offered.lands:
+            return self._digest_of_slot(pair, complete)
+        offer = offered.offer
         assert self.reader is not None
         return Digest(self.reader, target_bytes(pair.template, tables(offer.into), complete.spans, offer.stop))
+
+    def _digest_of_slot(self, pair: Pair, complete: Complete) -> Digest:
+        slots, credit = self.shared.slots, complete.credit
+        assert slots is not None
+        assert credit is not None
+        length = sum(span_bytes(pair.template, span) for span in complete.spans)
+        if length > slots.size:
+            raise ProtocolError(f"its {length} bytes are more than a slot's {slots.size}")
+        return Digest(slots, slots.stretch(credit.slot, length))
 
     def _verify(self, now: float) -> bool:
         """Look for a while at the part whose turn it is; whether there was any.
@@ -106,8 +142,9 @@ class Verifying(Side):
         if not self._looks:
             return False
         complete, look = next(iter(self._looks.items()))
+        what = "a landing slot" if look.offered.lands else "received blocks"
         try:
-            done = self.shared.turn.away("reading received blocks back", look.digest.work, LOOK_SECONDS)
+            done = self.shared.turn.away(f"reading {what} back", look.digest.work, LOOK_SECONDS)
         except Exception as error:  # a device that fails
             del self._looks[complete]
             self._bad(look.offered, complete, f"cannot be verified: {error}", now)
@@ -122,6 +159,8 @@ class Verifying(Side):
     def _judge(self, look: Look, now: float) -> None:
         sent, got = look.complete.digest, look.digest.value
         self.shared.stats["bytes verified"] += look.digest.bytes
+        if look.offered.lands and not self.machine.awaits(look.pair.agent, look.complete):
+            return  # there is proof for its slot, which is another part's now
         if sent == got:
             look.offered.good.add(look.complete)
             self.machine.receive(look.pair.agent, look.complete, now)
@@ -136,10 +175,3 @@ class Verifying(Side):
         log.error("%s fails: %s", key, detail)
         self.shared.stats["parts that differ"] += 1
         self.machine.cancel(key, now, Outcome.TRANSPORT_ERROR, detail)
-
-
-def _fits(pair: Pair, offered: Offered, complete: Complete) -> bool:
-    """Whether the part is of what is owed; what is not, the machine refuses."""
-    offer = offered.offer
-    owed = pair.template.owed((offer.start, offer.stop), end=offer.stop)
-    return all(any(span.within(one) for one in owed) for span in complete.spans)

@@ -215,7 +215,11 @@ def test_tokens_are_those_of_one_process(neuron: FakeNeuron, direction: str) -> 
     assert [int(first), *generate(decode.model, decode.paged, theirs, int(first))] == tokens_alone()
 
 
-@pytest.mark.parametrize("settings", [{"landing": "landing"}, {"verify": "checksum"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"landing": "landing"}, {"verify": "checksum"}, {"landing": "landing", "verify": "checksum"}],
+    ids=str,
+)
 def test_gathered_and_scattered_on_the_device(neuron: FakeNeuron, settings: dict[str, str]) -> None:
     """Through slots, or with a digest of the bytes: both read and write device memory by torch's own operations."""
     nixl = FakeNixl(neuron)

@@ -70,6 +70,18 @@ class Role:
 
         side._hand_over = spoiling
 
+    def spoil_slot(self, part: int) -> None:
+        """From now on write into the staging slot of parts of this number while they are handed over."""
+        side: Any = self.end._side
+        slots, hand_over = side.shared.slots, type(side)._hand_over
+
+        def spoiling(write: Any, start: int, notification: bytes) -> Any:
+            if write.post.complete.part == part and notification:
+                slots._memory[write.post.slot * slots.size] ^= 1
+            return hand_over(side, write, start, notification)
+
+        side._hand_over = spoiling
+
     def connect(self, address: str) -> None:
         assert isinstance(self.end, Consumer)
         self.link = self.end.connect(address, WAIT)

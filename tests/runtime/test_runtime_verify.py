@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,18 +14,18 @@ import pytest
 from pushkv import Consumer, Kind, KVCache, Link, Outcome, Producer
 from pushkv.backends.cpu import CpuBackend
 from pushkv.core.commands import Send
-from pushkv.core.layouts import Shard, group_of_tensor, place_array, shard
+from pushkv.core.layouts import Shard, group_of_tensor, place_array
 from pushkv.core.messages import Cancel, Complete
 from pushkv.errors import BackendError, ConfigError, HandshakeError, HandshakeRefused
 from pushkv.runtime import digest, verifying, wire
 from pushkv.runtime.digest import Reader
 from pushkv.runtime.posting import Posting
 from pushkv.transport.memory import Faults, Network
+from runtime.engines import BYTES, LAYOUTS, Engines, Layout
 from runtime.scene import WAIT, Array, Pushed, Scene, array_of, cache_of, fill, memory_of, until
 
 MakeScene = Callable[[Network], Scene]
 CORRUPT = Faults(corrupt=1.0)
-HEADS, LAYERS, CONTENT = 4, 2, 4
 
 
 def connected(scene: Scene, **settings: Any) -> tuple[Producer, Consumer, Link]:
@@ -45,91 +44,6 @@ def pushes(producer: Producer, consumer: Consumer, count: int, blocks: int = 3) 
         )
         for n in range(count)
     ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one side lays its cache out, and over how many ranks."""
-
-    axes: str = "LSBHNC"
-    block: int = 4
-    ranks: int = 1
-
-    def memory(self) -> Array:
-        sizes = {"L": LAYERS, "S": 2, "B": 64, "H": HEADS // self.ranks, "N": self.block, "C": CONTENT}
-        return np.zeros([sizes[axis] for axis in self.axes], np.float32)
-
-    def cache(self, array: Array, rank: int) -> KVCache:
-        return KVCache.of(array, self.axes, shard=shard(HEADS, rank, self.ranks), model="m")
-
-    def tokens(self, arrays: Sequence[Array], blocks: Sequence[int]) -> Array:
-        """Layers, sides, tokens of these blocks, heads of all ranks, content."""
-        parts = []
-        for array in arrays:
-            chosen = array.transpose([self.axes.index(axis) for axis in "LSBNHC"])[:, :, list(blocks)]
-            parts.append(chosen.reshape(LAYERS, 2, -1, *chosen.shape[4:]))
-        return np.concatenate(parts, axis=3)
-
-
-@dataclass
-class Engines:
-    """A prefill and a decode engine of several ranks each, and one prompt of 22 tokens pushed between them."""
-
-    scene: Scene
-    ours: Layout
-    theirs: Layout
-
-    def __post_init__(self) -> None:
-        self.sources = [fill(self.ours.memory(), rank) for rank in range(self.ours.ranks)]
-        self.targets = [self.theirs.memory() for _ in range(self.theirs.ranks)]
-        self.producers = [
-            self.scene.producer(cache=self.ours.cache(array, rank), rank=rank, verify="checksum")
-            for rank, array in enumerate(self.sources)
-        ]
-        self.consumers = [
-            self.scene.consumer(cache=self.theirs.cache(array, rank), rank=rank, verify="checksum")
-            for rank, array in enumerate(self.targets)
-        ]
-        addresses = [producer.address for producer in self.producers]
-        self.links = [consumer.connect(addresses) for consumer in self.consumers]
-        self.asked = {"prompt": bytes(32), "prompt_tokens": 22}
-        self.source = list(np.random.default_rng(1).permutation(64)[: -(-22 // self.ours.block)])
-        self.target = list(np.random.default_rng(2).permutation(64)[: -(-22 // self.theirs.block)])
-
-    def offer(self, start: int = 0) -> list[Any]:
-        first = start // self.theirs.block
-        blocks = self.target[first:]
-        return [
-            consumer.offer("r", link, blocks, start=start, first_block=first, sibling=rank, **self.asked)
-            for rank, (consumer, link) in enumerate(zip(self.consumers, self.links, strict=True))
-        ]
-
-    def stage(self, ready: int = 22, ranks: Sequence[int] | None = None) -> None:
-        siblings = max(1, self.theirs.ranks // self.ours.ranks)
-        for rank in range(self.ours.ranks) if ranks is None else ranks:
-            self.producers[rank].stage("r", self.source, ready=ready, siblings=siblings, **self.asked)
-
-    def arrived(self, start: int = 0) -> bool:
-        ours = self.ours.tokens(self.sources, self.source)[:, :, start:22]
-        theirs = self.theirs.tokens(self.targets, self.target)[:, :, start:22]
-        return bool((ours == theirs).all())
-
-    def stat(self, name: str) -> int:
-        return sum(consumer.stats().get(name, 0) for consumer in self.consumers)
-
-
-LAYOUTS = [
-    pytest.param(Layout(), Layout(), id="alike"),
-    pytest.param(Layout(), Layout(block=8), id="larger blocks"),
-    pytest.param(Layout(block=6), Layout(block=4), id="blocks that do not divide"),
-    pytest.param(Layout("LSBHNC"), Layout("BLNHSC"), id="other axes"),
-    pytest.param(Layout("LBNHSC", block=8), Layout("SLBHNC"), id="other axes and blocks"),
-    pytest.param(Layout(ranks=2), Layout(), id="two ranks to one"),
-    pytest.param(Layout(), Layout(ranks=2), id="one rank to two"),
-    pytest.param(Layout("BLHNSC", 8, ranks=4), Layout("LSBNHC", 4, ranks=2), id="all of it"),
-]
-BYTES = LAYERS * 2 * HEADS * CONTENT * 4
-"""Of a token."""
 
 
 class TestAcrossLayouts:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 
 from pushkv.core.consumer import ConsumerMachine
@@ -11,6 +12,7 @@ from pushkv.core.messages import Complete, TransferKey
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.ring import LandingRing, Packed
 from pushkv.core.states import PackEvent, Slot, SlotEvent
+from pushkv.runtime.verifying import Look, Verifying
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.soak.run import Figures, soak
 
@@ -24,6 +26,30 @@ def test_transfers_through_slots() -> None:
     print(figures.report())
     assert figures.total("late_bytes") > 0, "something has landed late, and in kept slots"
     assert figures.total("quarantined") == figures.total("stuck") == 0, "no block waits for proof"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("landing", [True, False], ids=["slots", "blocks"])
+def test_bytes_that_arrive_as_others_never_count(landing: bool) -> None:
+    """A transfer fails for them only where there are some, and no slot lets one into a block."""
+    figures = Figures(SEED)
+    soak(figures, 800, 400, landing=landing, verify=True)
+    print(figures.report())
+    assert sum(tally.faults["corrupt"] for tally in figures.tallies) > 5
+
+
+@pytest.mark.timeout(600)
+def test_an_endpoint_that_takes_parts_unseen_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Verifying._judge
+
+    def believe(self: Verifying, look: Look, now: float) -> None:
+        judge(self, replace(look, complete=msgspec.structs.replace(look.complete, digest=look.digest.value)), now)
+
+    monkeypatch.setattr(Verifying, "_judge", believe)
+    figures = Figures(SEED)
+    with pytest.raises(Broken) as found:
+        soak(figures, 6000, 500, landing=True, verify=True)
+    assert found.value.rule is Rule.BYTES, figures.failure
 
 
 class _FreesOnTime(LandingRing):

@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", default="CRITICAL", help="the level at which PushKV logs (default CRITICAL)")
     parser.add_argument("--each", type=int, default=2000, help="transfers an episode (default 2000)")
     parser.add_argument("--landing", action="store_true", help="have all parts go through landing slots")
+    parser.add_argument("--verify", action="store_true", help="verify bytes, of which some land as others")
     args = parser.parse_args(argv)
     logging.getLogger("pushkv").setLevel(args.log)
     figures = Figures(args.seed)
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.each,
             args.episode or 0,
             landing=args.landing,
+            verify=args.verify,
             progress=lambda line: print(line, flush=True),
         )
     except Broken:

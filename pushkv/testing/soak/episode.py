@@ -203,6 +203,8 @@ class Episode:
             self._stagings[life.name, event.transfer].happened(event)
         elif isinstance(life, ConsumerLife):
             transfer = self.transfers[event.key]
+            if isinstance(event, Ended):
+                self.landings.check_blame(event)
             transfer.happened(event)
             if outcome:
                 self.tally.consumer[outcome] += 1

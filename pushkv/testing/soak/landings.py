@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pushkv.core.commands import Ended
 from pushkv.core.messages import Complete, TransferKey, decode
+from pushkv.core.outcome import Outcome
 from pushkv.core.states import Pack
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.soak.lives import ConsumerLife, ProducerLife
@@ -45,6 +47,8 @@ class Landings:
         self._slots: dict[int, SlotFlight] = {}
         self.failures: set[tuple[str, str]] = set()
         """The pairs of lives (producer, consumer) between which a WRITE has failed."""
+        self.spoilt_keys: set[TransferKey] = set()
+        """The transfers that a byte of has come, or will come, as another."""
         self.late_bytes = 0
         """Bytes that landed although their transfer was over, in blocks that were kept for that."""
 
@@ -115,6 +119,18 @@ class Landings:
             raise Broken(
                 Rule.TARGET, f"a WRITE for {flight.key} lands in {credit} of {flight.target.name}, now {berth}"
             )
+
+    def spoilt(self, write: int) -> None:
+        """Remember whose WRITE lands as another: its bytes may differ, and none but its."""
+        flight = self._flights.get(write) or self._slots.get(write)
+        if flight is not None:
+            self.spoilt_keys.add(flight.key)
+
+    def check_blame(self, event: Ended) -> None:
+        """A transfer fails for what its bytes are only where some came as others. Raises Broken."""
+        differ = event.outcome is Outcome.TRANSPORT_ERROR and "the digest of what has arrived" in event.detail
+        if differ and event.key not in self.spoilt_keys:
+            raise Broken(Rule.BYTES, f"{event.key} fails, and its bytes came as they were: {event.detail}")
 
     def failed(self, write: int) -> None:
         """Remember that a WRITE has failed: its blocks may wait for proof."""

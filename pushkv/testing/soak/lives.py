@@ -132,6 +132,7 @@ class Life:
             limits=around.settings.limits,
             transport="memory",
             landing="landing" if around.settings.landing else "direct",
+            verify="checksum" if around.settings.verify else "off",
             landing_bytes=SLOTS * SLOT_BYTES,
             slot_bytes=SLOT_BYTES,
         )

@@ -22,6 +22,9 @@ class Watch(Protocol):
     def landing(self, copy: Copy) -> None:
         """A part of a WRITE is about to land."""
 
+    def spoilt(self, write: int) -> None:
+        """A byte of a WRITE that is under way will land as another."""
+
     def failed(self, write: int) -> None:
         """Its initiator is being told that a WRITE has failed."""
 
@@ -33,11 +36,13 @@ class WatchedNetwork(Network):
         super().__init__(**settings)
         self._watch = watch
         self._hits: Counter[float] = Counter()
+        self._spoilt: list[int] = []
         self._rates = {getattr(self.faults, field.name): field.name for field in fields(Faults)[:5]}
 
     def struck(self) -> Counter[str]:
         """How often each random fault has struck."""
-        return Counter({self._rates[rate]: count for rate, count in self._hits.items()})
+        struck = Counter({self._rates[rate]: count for rate, count in self._hits.items()})
+        return struck + Counter({"corrupt": len(self._spoilt)})
 
     def _chance(self, probability: float) -> bool:
         hit = super()._chance(probability)
@@ -48,7 +53,14 @@ class WatchedNetwork(Network):
         """As the network does; the watch is told before anything can land."""
         number = super().post(ours, peer, pieces, notification)
         self._watch.posted(ours.writes[number], pieces[0], pieces[2])
+        if number in self._spoilt:
+            self._watch.spoilt(number)
         return number
+
+    def _spoil(self, write: Write) -> None:
+        super()._spoil(write)
+        if any(copy.corrupt is not None for copy in write.copies):
+            self._spoilt.append(write.number)
 
     def ended(self, station: Station) -> list[WriteResult]:
         """As the network does."""

@@ -70,6 +70,7 @@ def soak(
     first: int = 0,
     *,
     landing: bool = False,
+    verify: bool = False,
     producer: type[ProducerMachine] = ProducerMachine,
     consumer: type[ConsumerMachine] = ConsumerMachine,
     progress: Callable[[str], None] = lambda line: None,
@@ -77,7 +78,7 @@ def soak(
     """Run as many transfers, in episodes of ``each`` from number ``first`` on. Raises Broken."""
     started, number, left = time.monotonic(), first, transfers
     while left > 0:
-        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left), landing)
+        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left), landing, verify)
         episode = Episode(settings, producer, consumer)
         try:
             tally = episode.run()

@@ -44,9 +44,11 @@ class Settings:
     silence: float = 1.5
     landing: bool = False
     """Whether all parts go through slots; otherwise none does."""
+    verify: bool = False
+    """Whether bytes are verified, and some land as others."""
 
     @classmethod
-    def draw(cls, seed: str, transfers: int, landing: bool = False) -> Settings:
+    def draw(cls, seed: str, transfers: int, landing: bool = False, verify: bool = False) -> Settings:
         """The settings of the episode with this seed."""
         rng = random.Random(f"settings {seed}")
         return cls(
@@ -55,7 +57,7 @@ class Settings:
             split=rng.random() < 0.5,
             watched=rng.random() < 0.7,
             on_death=rng.choice([OnDeath.CMA, OnDeath.TCP]),
-            faults=_faults(rng),
+            faults=_faults(rng, verify),
             limits=_limits(rng),
             target_tokens=rng.choice([4, 8]),
             blocks=rng.choice([160, 256]),
@@ -64,11 +66,13 @@ class Settings:
             control_loss=rng.uniform(0.0, 0.05),
             detection=rng.uniform(0.0, 0.3),
             landing=landing,
+            verify=verify,
         )
 
 
-def _faults(rng: random.Random) -> Faults:
+def _faults(rng: random.Random, verify: bool) -> Faults:
     return Faults(
+        corrupt=random.Random(f"corrupt {rng.getstate()}").uniform(0.005, 0.05) if verify else 0.0,
         drop=rng.uniform(0.005, 0.08),
         duplicate=rng.uniform(0.01, 0.2),
         reorder=rng.uniform(0.05, 0.5),

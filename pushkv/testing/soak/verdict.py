@@ -157,6 +157,7 @@ def tables(life: Life) -> dict[str, int]:
             "pairings": len(machine._pairings),
             "timers": sum(1 for _ in machine.timers.pending()),
             "blocks": len(side._blocks) + len(side._refused),
+            "parts to verify": len(side._offers) + len(side._looks) + len(side._fading),
         }
     assert isinstance(life, ProducerLife)
     book = life.machine._book

@@ -47,23 +47,29 @@ class TestPrefill:
         assert counts(prefill)["preempted"] == 1
 
     def test_its_blocks_are_not_handed_out_while_they_are_read(self, scene: Scene) -> None:
+        """Nor while it is computed again. No hook waits for that: one may come after blocks were zeroed."""
         prefill, decode = pair(scene, {"batched": 16, "caching": False})
+        balance = Balance(prefill, decode)
         one, other = legs(prefill, "t")
         decode.add("d", PROMPT, other, 3)
         until(lambda: all(_open(producer) for producer in prefill.producers), decode)
         held = _held_up(scene, prefill)
         prefill.add("p", PROMPT, one)
         prefill.step()
+        until(lambda: prefill.producers[0].stats().get("writes"), decode)
         blocks = set(prefill.tables["p"][0])
         preempt(prefill, "p")
-        free = {
-            block.block_id
-            for block in prefill.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
-        }
+        prefill.add("q", PROMPT[::-1], None)
+        until(lambda: {"p", "q"} <= prefill.finished.keys(), prefill)
+        assert counts(prefill)["preempted"] == 1
+        pool = prefill.scheduler.kv_cache_manager.block_pool
+        free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
         assert not blocks & free
+        assert not blocks & {block for name in "pq" for block in prefill.tables[name][0]}
         held()
         until(lambda: "d" in decode.finished, prefill, decode)
         assert decode.tokens["d"] == continued(PROMPT, 3)
+        balance.settle()
 
     def test_and_aborted(self, scene: Scene) -> None:
         prefill, decode = pair(scene, {"batched": 16})

@@ -18,7 +18,7 @@ help:
 	@echo "make test    install what the tests need and run every check: ruff, mypy, pytest"
 	@echo "make check   the checks without installing anything"
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
-	@echo "make test-vllm        the connector and the router in real vLLM servers, on CPU"
+	@echo "make test-vllm        the connector under vLLM's scheduler, and with the router in real servers, on CPU"
 	@echo "make test-vllm-neuron the connector on Trainium: a fake device under vLLM's scheduler"
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
 	@echo "make contract         which memory backend keeps which part of the contract here"
@@ -42,6 +42,7 @@ VLLM := $(VENV)/vllm
 
 test-vllm:
 	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
+	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/connector -n $(JOBS)
 	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e
 	$(MAKE) test-vllm-neuron
 

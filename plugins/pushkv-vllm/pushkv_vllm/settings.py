@@ -25,7 +25,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``producers`` maps prefill engines' ids to ``host:port``, for requests that name an engine alone; these are
     connected to at the start. ``deadline`` is by when a request's KV is there or has failed, in seconds from its
     offer, ``hold`` how long a prefill engine keeps a computed prompt for an offer, ``connect_timeout`` how long a
-    first connection may take.
+    first connection may take. ``silence`` and ``stall`` are :class:`pushkv.EndpointConfig`'s: after how many seconds
+    a peer without a word counts as lost, and a call into the data mover as stuck; longer ones suit a machine whose
+    processors are taken.
 
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
@@ -44,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deadline: float = 120.0
     hold: float = 120.0
     connect_timeout: float = 10.0
+    silence: float = 5.0
+    stall: float = 5.0
     layout: Layout = "block"
     model: str = ""
     idle_wait: float = 0.003
@@ -51,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "hold", "connect_timeout"):
+        for name in ("deadline", "hold", "connect_timeout", "silence", "stall"):
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0, at most a day.")
         if not 0 <= self.idle_wait <= 0.1:
@@ -73,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             allow=self.allow,
             listen_to_the_network_without_a_key=self.listen_to_the_network_without_a_key,
             connect_timeout=self.connect_timeout,
+            silence=self.silence,
+            stall=self.stall,
             nixl=self.nixl,
             limits=self.limits,
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.

@@ -89,16 +89,19 @@ class TestSettings:
 
     def test_beyond_it(self) -> None:
         nixl = {"backend": "LIBFABRIC"}
-        settings = read_settings({"host": "0.0.0.0", "advertise": "10.0.0.7", "key_file": "k", "nixl": nixl})
+        where = {"host": "0.0.0.0", "advertise": "10.0.0.7", "key_file": "k"}
+        settings = read_settings({**where, "nixl": nixl, "silence": 20, "stall": 30})
         endpoint = settings.endpoint("P0", 0, 7100)
         assert (endpoint.bind, endpoint.advertise) == ("0.0.0.0:7100", "10.0.0.7:0")
         assert endpoint.nixl.backend == "LIBFABRIC"
+        assert (endpoint.silence, endpoint.stall) == (20, 30)
 
     @pytest.mark.parametrize(
         ("given", "message"),
         [
             ({"prot": 1}, "no setting 'prot'; did you mean 'port'"),
             ({"deadline": 0}, "deadline is 0"),
+            ({"silence": -1}, "silence is -1"),
             ({"port": 70000}, "port is 70000"),
             ({"idle_wait": 1}, "idle_wait is 1"),
             ({"layout": "HND"}, "layout"),

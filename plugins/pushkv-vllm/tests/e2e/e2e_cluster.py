@@ -12,6 +12,8 @@ from typing import Any
 from e2e_server import Router, VllmServer, free_port
 
 HERE = str(Path(__file__).parent)
+PATIENT = {"connect_timeout": 60.0, "silence": 60.0, "stall": 60.0}
+"""Where processors are taken, a server may not be heard for long. Its death is seen at once all the same."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Connector:
             "kv_load_failure_policy": side.policy,
         }
         if self.shape == "pushkv":
-            return made | {"kv_connector_extra_config": {"port": port, **side.extra}}
+            return made | {"kv_connector_extra_config": {"port": port, **PATIENT, **side.extra}}
         return made | {"kv_buffer_device": "cpu", "kv_connector_extra_config": dict(side.extra),
                        "kv_connector_module_path": "stock_on_cpu"}  # fmt: skip
 

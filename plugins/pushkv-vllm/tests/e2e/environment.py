@@ -1,4 +1,4 @@
-"""Make the environment that the end-to-end tests run in: ``python environment.py FOLDER``.
+"""Make the environment that the connector's and the end-to-end tests run in: ``python environment.py FOLDER``.
 
 A virtual environment with vLLM's CPU build, a CPU torch, NIXL, pytest, and PushKV and its vLLM plug-in from this
 tree. About 4 GB. A folder that has been finished before is left as it is.
@@ -16,7 +16,7 @@ from pathlib import Path
 VLLM = "0.32.0"
 # The torch that this vLLM names, and NIXL without the CUDA torch that it would bring along.
 TORCH, NIXL = "torch==2.13.0", ("nixl-cu12==1.5.1", "nixl==1.5.1")
-TESTING = ("pytest>=8", "pytest-timeout>=2.3")
+TESTING = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5")
 HERE = Path(__file__).resolve()
 PLUGIN, ROOT = HERE.parents[2], HERE.parents[4]
 

@@ -23,7 +23,7 @@ help:
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
 	@echo "make contract         which memory backend keeps which part of the contract here"
 	@echo "make walk    walk every joint state of the protocol and print what was seen"
-	@echo "make bench   measure handover, idling and planning here"
+	@echo "make bench   measure handover, planning, shapes of blocks and serving here; figures in $(VENV)/bench"
 	@echo "make clean   remove $(VENV) and caches"
 
 demo: $(VENV)/.demo
@@ -86,10 +86,11 @@ unit:
 walk: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m walk
 
-bench: $(VENV)/.demo
-	$(BIN)/python benchmarks/handover.py
+bench: $(VENV)/.test
+	$(BIN)/pushkv bench handover --plot $(VENV)/bench
 	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/descriptors.py
+	$(BIN)/pushkv bench descriptors --plot $(VENV)/bench
+	$(BIN)/pushkv bench serve --plot $(VENV)/bench
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

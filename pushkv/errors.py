@@ -69,3 +69,7 @@ class ForkedProcess(PushKVError):
 
 class EndpointClosed(PushKVError):
     """The endpoint is closed or closing and takes nothing new."""
+
+
+class BenchError(PushKVError):
+    """A benchmark could not be run to its end, or its result cannot be drawn."""

@@ -4,5 +4,5 @@ Each is a module with ``add_parser(subparsers)``, which sets its ``run(args) -> 
 default ``run``. What a command needs beyond argparse it imports in ``run``: every parser is built at each start.
 """
 
-COMMANDS = ("backends", "demo", "doctor", "fence", "keygen")
+COMMANDS = ("backends", "bench", "demo", "doctor", "fence", "keygen")
 """The modules, in the order of ``pushkv --help``."""

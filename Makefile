@@ -11,13 +11,14 @@ TORCH ?= torch==2.13.0
 # How many tests run at once.
 JOBS ?= 2
 
-.PHONY: demo test test-libfabric test-vllm test-vllm-neuron test-xpu contract check lint types unit walk bench clean help
+.PHONY: demo test test-libfabric test-vllm test-vllm-neuron test-triton test-xpu contract check lint types unit walk bench clean help
 
 help:
 	@echo "make demo    install what the demo needs into $(VENV) and run it"
 	@echo "make test    install what the tests need and run every check: ruff, mypy, pytest"
 	@echo "make check   the checks without installing anything"
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
+	@echo "make test-triton      the GPU's copying kernels, in Triton's interpreter"
 	@echo "make test-vllm        the connector under vLLM's scheduler, and with the router in real servers, on CPU"
 	@echo "make test-vllm-neuron the connector on Trainium: a fake device under vLLM's scheduler"
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
@@ -60,6 +61,17 @@ XPU := $(VENV)/plugins/xpu
 test-xpu: $(XPU)/.installed
 	PYTHONPATH=$(abspath $(XPU)) $(BIN)/python -m pytest plugins/pushkv-xpu/tests
 	MYPYPATH=plugins/pushkv-xpu/src $(BIN)/mypy -p pushkv_xpu
+
+# The GPU's kernels in Triton's interpreter, which needs no GPU: 290 MB beside the environment.
+TRITON := $(VENV)/triton
+
+test-triton: $(TRITON)/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(abspath $(TRITON)) $(BIN)/python -m pytest tests/backends/test_packing.py -k kernel
+
+$(TRITON)/.installed: $(VENV)/.test
+	rm -rf $(TRITON)
+	$(PIP) install --quiet --no-deps --target $(TRITON) triton==3.9.0
+	touch $@
 
 contract: $(XPU)/.installed
 	PYTHONPATH=$(abspath $(XPU)) $(BIN)/python -m pushkv.testing.backend_contract

@@ -1,9 +1,9 @@
 """One request between two GPUs of a host, direct and through landing slots, every byte checked.
 
-``python benchmarks/gpu_push.py [--source cuda:0] [--target cuda:1] [--gib 4] [--repeats 5] [--json]``. ``cpu`` as a
-device runs the same on host memory. The time is from staging, on the producer's engine thread, to the outcome on
-the consumer's. A cache of layers outermost, its blocks scattered on both sides, has a descriptor a block and layer;
-one of blocks outermost has one a block.
+``python benchmarks/gpu_push.py [--source cuda:0] [--target cuda:1] [--gib 4] [--slot-mib 128] …``.
+``cpu`` as a device runs the same on host memory. The time is from staging, on the producer's engine thread, to the
+outcome on the consumer's. A cache of layers outermost, its blocks scattered on both sides, has a descriptor a block
+and layer; one of blocks outermost has one a block.
 """
 
 from __future__ import annotations
@@ -56,12 +56,17 @@ def exact(tensor: Any, shape: str, source: Sequence[int], target: Sequence[int])
     return bool((layers[:, torch.tensor(target, device=tensor.device), 0, :] == expected[:, :, None]).all())
 
 
-def config(engine: str, way: str, blocks: int) -> Any:
-    """An endpoint's settings: slots of 64 MiB, sixteen of them, or as many as the request needs."""
+def config(engine: str, way: str, options: argparse.Namespace) -> Any:
+    """An endpoint's settings."""
     from pushkv import EndpointConfig
 
-    slot = min(64 << 20, LAYERS * blocks * PIECE // 4)
-    return EndpointConfig(engine=engine, landing=way, landing_bytes=16 * slot, slot_bytes=slot)
+    slot = options.slot_mib << 20
+    return EndpointConfig(engine=engine, landing=way, landing_bytes=options.slots * slot, slot_bytes=slot)
+
+
+def blocks_of(options: argparse.Namespace) -> int:
+    """How many blocks the request has."""
+    return max(1, int(options.gib * (1 << 30)) // (LAYERS * PIECE))
 
 
 def order(blocks: int, seed: int) -> list[int]:
@@ -71,12 +76,13 @@ def order(blocks: int, seed: int) -> list[int]:
     return [int(block) for block in np.random.default_rng(seed).permutation(blocks)]
 
 
-def prefill(pipe: Connection, device: str, shape: str, way: str, blocks: int) -> None:
+def prefill(pipe: Connection, shape: str, way: str, options: argparse.Namespace) -> None:
     """Stage whenever asked, and answer with when that was."""
     from pushkv import Producer
 
-    cache, _ = make(device, shape, blocks, filled=True)
-    with Producer(config("prefill", way, blocks), cache) as producer:
+    blocks = blocks_of(options)
+    cache, _ = make(options.source, shape, blocks, filled=True)
+    with Producer(config("prefill", way, options), cache) as producer:
         pipe.send(producer.address)
         while (name := pipe.recv()) is not None:
             at = time.monotonic()
@@ -88,14 +94,14 @@ def measure(options: argparse.Namespace, shape: str, way: str) -> dict[str, Any]
     """One way for one shape: a warm-up, then the repeats."""
     from pushkv import Consumer, Outcome
 
-    blocks = max(1, int(options.gib * (1 << 30)) // (LAYERS * PIECE))
+    blocks = blocks_of(options)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs, options.source, shape, way, blocks), daemon=True)
+    process = context.Process(target=prefill, args=(theirs, shape, way, options), daemon=True)
     process.start()
     cache, tensor = make(options.target, shape, blocks, filled=False)
     times, right = [], True
-    with Consumer(config("decode", way, blocks), cache) as consumer:
+    with Consumer(config("decode", way, options), cache) as consumer:
         link = consumer.connect(pipe.recv())
         for number in range(options.repeats + 1):
             tensor.fill_(-1)
@@ -137,12 +143,16 @@ def main() -> int:
     parser.add_argument("--source", default="cuda:0")
     parser.add_argument("--target", default="cuda:1")
     parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--slot-mib", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shapes", default=",".join(AXES))
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
-    for shape in AXES:
-        for way in WAYS:
+    for shape in options.shapes.split(","):
+        for way in options.ways.split(","):
             try:
                 rows.append(measure(options, shape, way))
             except Exception as error:

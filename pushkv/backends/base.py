@@ -106,6 +106,7 @@ class PassedFence:
 class Packer(Protocol):
     """Copies between a cache's regions and slots: one-dimensional arrays of bytes of the same device.
 
+    ``queues``: both return at once, as the work is queued on the device; where it is absent they may copy themselves.
     One thread at a time uses it. Both methods raise BackendError for runs outside their region or too many for the
     slot, before anything is copied. The memory must stay as it is until the fence has passed.
     """

@@ -23,10 +23,10 @@ from pushkv.backends.base import (
     Verdict,
     device_type_of,
 )
+from pushkv.backends.cuda_packing import cuda_packer
 from pushkv.backends.cuda_paths import FIXED_SEGMENTS, CudaPaths, expandable_segments
 from pushkv.backends.machine import Machine
 from pushkv.backends.tensors import describe_tensor
-from pushkv.backends.torch_packing import TorchPacker
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
 from pushkv.hookspecs import BackendRecord, hookimpl
@@ -91,7 +91,7 @@ class CudaBackend(MemoryBackend):
         torch = _torch()
         device = regions[0].device if regions else 0
         stream = torch.cuda.Stream(device=device)
-        return TorchPacker(regions, arrays, lambda: CudaFence(stream), lambda: _on_stream(stream))
+        return cuda_packer(torch, regions, arrays, lambda: CudaFence(stream), lambda: _on_stream(stream), device)
 
     def to_host(self, slot: Any) -> NDArray[np.uint8]:
         """Copied on a stream of its own, so that it does not wait for the engine's work."""

@@ -10,35 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pushkv.core.pieces import Int64
+from pushkv.core.runs import LaidRuns, Runs
 from pushkv.errors import BackendError
 
-Int64 = NDArray[np.int64]
+__all__ = ["Int64", "LaidRuns", "Rows", "Runs", "aligned", "cut_to_grid", "rows_of"]
+
 WIDE = 512
 """Rows of as many bytes are copied at the speed of memory, so that longer ones gain nothing."""
 MOST_LENGTHS = 16
 """So many lengths are copied one after the other; more are cut into rows of one width, however small."""
 MOST_ROWS = 1 << 26
 """More rows than this in one copy cost gigabytes to list."""
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Runs of a cache's memory, packed one after the other in a slot.
-
-    ``length[i]`` bytes from byte ``offset[i]`` of region number ``region[i]`` on. Runs that are written must not
-    overlap.
-    """
-
-    region: Int64
-    offset: Int64
-    length: Int64
-
-    @property
-    def bytes(self) -> int:
-        """How many bytes they have together."""
-        return int(self.length.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +40,24 @@ class Rows:
 
 def rows_of(runs: Runs) -> Iterator[Rows]:
     """The same bytes as rows, in as few sets of one width as serves speed. Raises BackendError for too many rows."""
-    kept = runs.length > 0
-    region, offset, length = runs.region[kept], runs.offset[kept], runs.length[kept]
+    if isinstance(runs, LaidRuns):
+        if runs.bytes:
+            yield Rows(runs.width, runs.region, runs.offset, np.arange(len(runs), dtype=np.int64) * runs.width)
+        return
+    region, offset, length = runs.region, runs.offset, runs.length
+    if not (length > 0).all():
+        kept = length > 0
+        region, offset, length = region[kept], offset[kept], length[kept]
     if not length.size:
+        return
+    if (length == length[0]).all():  # as most parts are: it is worth not sorting them
+        width = int(length[0])
+        yield Rows(width, region, offset, np.arange(length.size, dtype=np.int64) * width)
         return
     packed = np.cumsum(length) - length
     width = int(np.gcd.reduce(length))
     lengths = np.unique(length)
-    if lengths.size == 1:
-        yield Rows(width, region, offset, packed)
-    elif width >= WIDE or lengths.size > MOST_LENGTHS:
+    if width >= WIDE or lengths.size > MOST_LENGTHS:
         yield _cut(width, region, offset, packed, length)
     else:
         for one in lengths:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.core.pieces import Int64
+from pushkv.core.runs import Runs
 from pushkv.errors import GeometryError
 
 Int32 = NDArray[np.int32]
@@ -42,7 +43,17 @@ class CopyPlan:
     length: Int64
     descriptors_before: int
     grain: int
-    _number: Callable[[], Index] | None = field(default=None, repr=False)
+    _number: Callable[[], Index | None] | None = field(default=None, repr=False)
+
+    @property
+    def reads(self) -> Runs:
+        """What is read, in the order of :attr:`writes`."""
+        return Runs(self.source_region, self.source_offset, self.length)
+
+    @property
+    def writes(self) -> Runs:
+        """What is written, ascending."""
+        return Runs(self.target_region, self.target_offset, self.length)
 
     @property
     def descriptors(self) -> int:

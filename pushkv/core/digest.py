@@ -8,39 +8,30 @@ after the other, are the same however they merge.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from pushkv.core.copies import CopyPlan
 from pushkv.core.geometry import BlockTable
-from pushkv.core.pieces import Int64
 from pushkv.core.plan import plan_copy
+from pushkv.core.runs import Runs
 from pushkv.core.span import Span
 from pushkv.core.template import PairTemplate
 
 
-class Stretches(NamedTuple):
-    """Bytes of one side, in order: ``length[i]`` from ``offset[i]`` of region ``region[i]``."""
-
-    region: Int64
-    offset: Int64
-    length: Int64
-
-
-def source_bytes(plans: Iterable[CopyPlan]) -> Stretches:
+def source_bytes(plans: Iterable[CopyPlan]) -> Runs:
     """What these plans read, in order."""
-    return _joined((plan.source_region, plan.source_offset, plan.length) for plan in plans)
+    return _joined([plan.reads for plan in plans])
 
 
-def written_bytes(plans: Iterable[CopyPlan]) -> Stretches:
+def written_bytes(plans: Iterable[CopyPlan]) -> Runs:
     """What these plans write, in order."""
-    return _joined((plan.target_region, plan.target_offset, plan.length) for plan in plans)
+    return _joined([plan.writes for plan in plans])
 
 
 def target_bytes(
     template: PairTemplate, target_blocks: Sequence[BlockTable], spans: Iterable[Span], end: int
-) -> Stretches:
+) -> Runs:
     """Where what the producer sends of these spans lands, byte for byte in the order of :func:`source_bytes`.
 
     ``end`` is how many tokens the request has, and ``target_blocks`` one table a group. Raises GeometryError for
@@ -79,7 +70,10 @@ def _any_blocks(template: PairTemplate, span: Span) -> list[BlockTable]:
     return tables
 
 
-def _joined(sides: Iterable[tuple[Int64, Int64, Int64]]) -> Stretches:
-    columns = list(zip(*sides, strict=True))
+def _joined(many: list[Runs]) -> Runs:
     none = np.zeros(0, np.int64)
-    return Stretches(*map(np.concatenate, columns)) if columns else Stretches(none, none, none)
+    return Runs(
+        np.concatenate([none, *(runs.region for runs in many)]),
+        np.concatenate([none, *(runs.offset for runs in many)]),
+        np.concatenate([none, *(runs.length for runs in many)]),
+    )

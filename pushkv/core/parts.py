@@ -15,9 +15,14 @@ import msgspec
 from pushkv.core.copies import CopyPlan
 from pushkv.core.digest import plan_span
 from pushkv.core.geometry import BlockTable, Geometry, Kind, Layer, Place
+from pushkv.core.laid import LaidCopy, LaidPlans, Tables, laid_copy
+from pushkv.core.plan import stretches_of
 from pushkv.core.span import Span
 from pushkv.core.template import GroupPair, PairTemplate
 from pushkv.errors import GeometryError
+
+PartCopy = CopyPlan | LaidCopy
+"""A copy of one span; where its rows are equal, in few numbers."""
 
 
 def span_bytes(template: PairTemplate, span: Span) -> int:
@@ -38,13 +43,14 @@ def least_slot(template: PairTemplate) -> int:
 def cut(template: PairTemplate, spans: Sequence[Span], room: int) -> tuple[tuple[Span, ...], ...]:
     """The same spans in parts of at most ``room`` bytes, in order (stable).
 
-    Cuts fall between the larger side's blocks where a slot holds several, so that whole blocks stay whole. Raises
-    GeometryError where not even one token of one layer fits.
+    Cuts fall between the larger side's blocks where a slot holds several, so that whole blocks stay whole, and what
+    is no whole block is a span of its own, so that the rows of a span are alike. Raises GeometryError where not even
+    one token of one layer fits.
     """
     parts: list[tuple[Span, ...]] = []
     part: list[Span] = []
     left = room
-    for span in (piece for one in spans for piece in _pieces(template.pairs[one.group], one, room)):
+    for span in (piece for one in spans for piece in _even_pieces(template.pairs[one.group], one, room)):
         size = span_bytes(template, span)
         if size > left and part:
             parts.append(tuple(part))
@@ -52,6 +58,19 @@ def cut(template: PairTemplate, spans: Sequence[Span], room: int) -> tuple[tuple
         part.append(span)
         left -= size
     return (*parts, tuple(part)) if part else tuple(parts)
+
+
+def _even_pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
+    """A span in rectangles that each fit, and that begin and end inside a block only at the span's own ends."""
+    block = min(pair.source.block_size, pair.target.block_size)
+    for piece in _pieces(pair, span, room):
+        start, stop = piece.token_start, piece.token_stop
+        first, last = -(-start // block) * block, stop // block * block
+        edges = (
+            [start, stop] if first >= last or pair.source.kind is Kind.STATE else sorted({start, first, last, stop})
+        )
+        for one, other in pairwise(edges):
+            yield msgspec.structs.replace(piece, token_start=one, token_stop=other)
 
 
 def _pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
@@ -92,7 +111,9 @@ class PartPlans:
 
     def __init__(self, template: PairTemplate) -> None:
         self.template = template
-        self._landed = tuple(_landed(pair) if pair.heads and pair.layers else None for pair in template.pairs)
+        self._gathers = LaidPlans(template)
+        landed = (_landed(pair) if pair.heads and pair.layers else None for pair in template.pairs)
+        self._scatters = tuple(None if one is None else LaidPlans(one) for one in landed)
 
     def gather(
         self,
@@ -100,23 +121,40 @@ class PartPlans:
         target_blocks: Sequence[BlockTable],
         spans: Sequence[Span],
         end: int,
-    ) -> tuple[CopyPlan, ...]:
+    ) -> tuple[PartCopy, ...]:
         """The copies of a part, span by span: their sources, one after the other, are what a slot is packed from.
 
         ``end`` is where the offered range ends. Raises GeometryError as :func:`pushkv.core.plan.plan_copy` does.
         """
-        return tuple(plan_span(self.template, source_blocks, target_blocks, span, end) for span in spans)
+        return tuple(_copy(self._gathers, (source_blocks, target_blocks), span, end) for span in spans)
 
-    def scatter(self, target_blocks: Sequence[BlockTable], spans: Sequence[Span], end: int) -> tuple[CopyPlan, ...]:
+    def scatter(self, target_blocks: Sequence[BlockTable], spans: Sequence[Span], end: int) -> tuple[PartCopy, ...]:
         """The same at the consumer: their targets are where a slot is unpacked to. Raises GeometryError."""
-        plans = []
+        copies = []
         for span in spans:
-            landed = self._landed[span.group] if span.group < len(self._landed) else None
-            if landed is None:
+            plans = self._scatters[span.group] if span.group < len(self._scatters) else None
+            if plans is None:
                 raise GeometryError(f"{span} is of a group that this producer writes nothing of.")
             table = [target_blocks[span.group]]
-            plans.append(plan_span(landed, table, table, msgspec.structs.replace(span, group=0), end))
-        return tuple(plans)
+            copies.append(_copy(plans, (table, table), msgspec.structs.replace(span, group=0), end))
+        return tuple(copies)
+
+
+def _copy(plans: LaidPlans, tables: Tables, span: Span, end: int) -> PartCopy:
+    """The copy of one span, in few numbers where it can be."""
+    if (laid := plans.copy(tables, span)) is not None:
+        return laid
+    template = plans.template
+    stretches = stretches_of(
+        template,
+        tables,
+        (span.token_start, span.token_stop),
+        layers=(span.layer_start, span.layer_stop),
+        groups=(span.group,),
+        end=end,
+    )
+    laid = laid_copy(template, stretches)
+    return plan_span(template, *tables, span, end) if laid is None else laid
 
 
 def _landed(pair: GroupPair) -> PairTemplate:

@@ -6,7 +6,7 @@ by target and merges neighbours. Everything is arrays: no loop runs over blocks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +18,11 @@ from pushkv.core.pieces import Int64, Pieces, ascending, check_count, concatenat
 from pushkv.core.template import GroupPair, PairTemplate, Range, check_tokens, whole_blocks_match
 from pushkv.errors import GeometryError
 
-__all__ = ["CopyPlan", "Indices", "plan_copy"]
+__all__ = ["CopyPlan", "Indices", "Stretch", "plan_copy", "stretches_of"]
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class Stretch:
     """Pieces laid at several places: ``pieces`` relative to a base, once a base, bases ascending on the target.
 
     ``tokens[i]`` multiplies the lengths at base ``i``. ``blocks`` are the block ids behind the bases and ``firsts``
@@ -35,7 +35,7 @@ class _Stretch:
     tokens: Int64
     width: int
     blocks: tuple[Int64, Int64] | None = None
-    firsts: tuple[Int64, Int64] | None = None
+    firsts: Callable[[], tuple[Int64, Int64] | None] | None = None
 
     def lay(self, per_piece: Int64, per_base: Int64) -> Int64:
         """Their sums, in the order of the stretch."""
@@ -76,17 +76,36 @@ def plan_copy(
     range or twice, and GeometryMismatch for geometries that cannot be paired.
     """
     template = PairTemplate(source, target) if template is None else template
+    tables = source_blocks, target_blocks
+    return _assemble(
+        template,
+        stretches_of(template, tables, tokens, layers=layers, groups=groups, end=end, whole_blocks=whole_blocks),
+    )
+
+
+def stretches_of(
+    template: PairTemplate,
+    tables: tuple[Sequence[BlockTable], Sequence[BlockTable]],
+    tokens: Range,
+    *,
+    layers: Range | None = None,
+    groups: Collection[int] | None = None,
+    end: int | None = None,
+    whole_blocks: bool = False,
+) -> list[Stretch]:
+    """What :func:`plan_copy` plans for the same arguments, before it is put in order. Raises as that does."""
+    source_blocks, target_blocks = tables
     end = check_tokens(tokens, end)
     _check_tables("source", source_blocks, len(template.pairs))
     _check_tables("target", target_blocks, len(template.pairs))
-    stretches: list[_Stretch] = []
+    stretches: list[Stretch] = []
     for pair, ours, theirs in zip(template.pairs, source_blocks, target_blocks, strict=True):
         if not len(theirs) or (groups is not None and pair.number not in groups):
             continue
         span, wanted = pair.layer_range(layers), pair.token_range(tokens, end)
         if span[0] < span[1] and wanted[0] < wanted[1]:
             stretches += _group_stretches(template, pair, span, wanted, (ours, theirs), whole_blocks)
-    return _assemble(template, stretches)
+    return stretches
 
 
 def _check_tables(side: str, tables: Sequence[BlockTable], groups: int) -> None:
@@ -109,7 +128,7 @@ def _group_stretches(
     tokens: Range,
     tables: tuple[BlockTable, BlockTable],
     whole_blocks: bool,
-) -> list[_Stretch]:
+) -> list[Stretch]:
     sides = pair.source, pair.target
     if pair.source.kind is Kind.STATE:
         slots = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
@@ -170,24 +189,24 @@ def _segment_starts(tokens: Range, sides: tuple[CacheGroup, CacheGroup]) -> Int6
 
 def _whole(
     template: PairTemplate, pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64
-) -> _Stretch:
+) -> Stretch:
     order = np.argsort(target_blocks)
     source_blocks, target_blocks = source_blocks[order], target_blocks[order]
     pieces = pair.pieces(layers, block=True)
-    return _Stretch(
+    return Stretch(
         pieces,
         source_blocks * pair.source.strides.block,
         target_blocks * pair.target.strides.block,
         np.ones(order.size, np.int64),
         _width(pieces, pair.target.strides.block),
         (source_blocks, target_blocks),
-        template.first_units(pair, layers),
+        partial(template.first_units, pair, layers),
     )
 
 
 def _partial(
     pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64, starts: Int64, counts: Int64
-) -> _Stretch:
+) -> Stretch:
     """Segments of blocks. Where the tokens of a piece follow each other on both sides, a segment is one piece."""
     source, target = pair.source, pair.target
     pieces = pair.pieces(layers, block=False)
@@ -201,7 +220,7 @@ def _partial(
     target_base = target_blocks * target.strides.block + starts % target.block_size * target.strides.token
     order = np.argsort(target_base)
     width = _width(pieces, target.strides.block)
-    return _Stretch(pieces, source_base[order], target_base[order], counts[order], width)
+    return Stretch(pieces, source_base[order], target_base[order], counts[order], width)
 
 
 def _width(pieces: Pieces, step: int) -> int:
@@ -214,7 +233,7 @@ def _width(pieces: Pieces, step: int) -> int:
     return width if width and len(pieces) % width == 0 else len(pieces)
 
 
-def _assemble(template: PairTemplate, stretches: list[_Stretch]) -> CopyPlan:
+def _assemble(template: PairTemplate, stretches: list[Stretch]) -> CopyPlan:
     if not stretches:
         none = np.zeros(0, np.int64)
         return CopyPlan(none, none, none, none, none, 0, template.grain)
@@ -236,16 +255,19 @@ def _assemble(template: PairTemplate, stretches: list[_Stretch]) -> CopyPlan:
     )
 
 
-def _unit_index(stretches: list[_Stretch]) -> Index:
-    """The units behind a plan's pieces, in ascending order of target."""
+def _unit_index(stretches: list[Stretch]) -> Index | None:
+    """The units behind a plan's pieces, in ascending order of target; None where they are not whole units."""
+    firsts = [stretch.firsts() for stretch in stretches if stretch.firsts is not None]
     targets = np.concatenate([stretch.lay(stretch.pieces.target, stretch.target_base) for stretch in stretches])
     order = slice(None) if is_ascending(targets) else np.argsort(targets, kind="stable")
     sides = []
     for side in (0, 1):
         numbers = [
-            stretch.lay(stretch.firsts[side], stretch.blocks[side])
-            for stretch in stretches
-            if stretch.firsts is not None and stretch.blocks is not None
+            stretch.lay(first[side], stretch.blocks[side])
+            for stretch, first in zip(stretches, firsts, strict=True)
+            if first is not None and stretch.blocks is not None
         ]
+        if len(numbers) < len(stretches):
+            return None
         sides.append(np.concatenate(numbers)[order].astype(np.int32))
     return sides[0], sides[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pushkv.core.commands import Command, StageEnded, StageReleased
-from pushkv.core.messages import Blocks, Offer, TransferKey
+from pushkv.core.commands import Command, Send, StageEnded, StageReleased
+from pushkv.core.messages import Blocks, Offer, Ready, TransferKey
 from pushkv.core.outcome import Outcome, worst
 from pushkv.errors import ProtocolError
 
@@ -29,9 +29,19 @@ class Outbox:
         self._commands.append(command)
 
     def take(self) -> list[Command]:
-        """Take all of them, in order."""
+        """Take all of them, in order. Of several Readys for one offer the last says all, and alone is left."""
         taken, self._commands = self._commands, []
-        return taken
+        last = {
+            (command.peer, command.message.sequence): number
+            for number, command in enumerate(taken)
+            if isinstance(command, Send) and isinstance(command.message, Ready)
+        }
+        return [
+            command
+            for number, command in enumerate(taken)
+            if not (isinstance(command, Send) and isinstance(command.message, Ready))
+            or last[command.peer, command.message.sequence] == number
+        ]
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""Gathers and scatters beside the transfer thread, which would be away from its peers while bytes are copied."""
+"""Gathers and scatters beside the transfer thread, which would be away from its peers while bytes are copied.
+
+Where a device copies by itself they are queued by the transfer thread: two threads of Python hinder each other more
+than planning a part takes.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,18 @@ class Copier(ABC):
         """Whether a copy has not been told of."""
         return self._open > 0
 
-    def submit(self, job: Job, told: Told) -> None:
-        """Have a copy made, and be told of its end by :meth:`poll`."""
+    def submit(self, job: Job, told: Told, *, quick: bool = False) -> None:
+        """Have a copy made, and be told of its end by :meth:`poll`. A ``quick`` one is queued on a device at once."""
         self._open += 1
-        self._start(job, told)
+        if quick and not self.occupied:
+            self.run(job, told)
+        else:
+            self._start(job, told)
+
+    @property
+    def occupied(self) -> bool:
+        """Whether copies that were submitted before are still to be begun, so that another has to wait."""
+        return False
 
     @abstractmethod
     def _start(self, job: Job, told: Told) -> None:
@@ -92,8 +104,15 @@ class CopyThread(Copier):
         self._name, self._prepare = name, prepare
         self._jobs: SimpleQueue[tuple[Job, Told] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._given = self._made = 0
+
+    @property
+    def occupied(self) -> bool:
+        """Whether the thread has anything to do."""
+        return self._made < self._given
 
     def _start(self, job: Job, told: Told) -> None:
+        self._given += 1
         self._jobs.put((job, told))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -106,6 +125,7 @@ class CopyThread(Copier):
             log.exception("The copy thread could not be prepared.")
         while (given := self._jobs.get()) is not None:
             self.run(*given)
+            self._made += 1
 
     def close(self) -> None:
         """End after what has been given."""

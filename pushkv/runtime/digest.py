@@ -13,9 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pushkv.backends.rows import Runs
 from pushkv.cache import KVCache
-from pushkv.core.digest import Stretches
+from pushkv.core.runs import Runs
 from pushkv.errors import BackendError
 
 CHUNK = 1 << 20
@@ -57,10 +56,10 @@ class Digest:
     The bytes are those that are there when :meth:`work` comes to them. Everything is called on one thread.
     """
 
-    def __init__(self, reader: Readable, stretches: Stretches) -> None:
+    def __init__(self, reader: Readable, runs: Runs) -> None:
         self._reader = reader
-        self._stretches = stretches
-        self._ends = np.cumsum(stretches.length)
+        self._runs = runs
+        self._ends = np.cumsum(runs.length)
         self._at = 0
         self._crc = 0
         self.bytes = int(self._ends[-1]) if self._ends.size else 0
@@ -87,7 +86,8 @@ class Digest:
     def _take_in(self, stop: int) -> None:
         first = int(np.searchsorted(self._ends, self._at, side="right"))
         past = int(np.searchsorted(self._ends, stop, side="left")) + 1
-        region, offset, length = (column[first:past] for column in self._stretches)
+        runs = self._runs
+        region, offset, length = (column[first:past] for column in (runs.region, runs.offset, runs.length))
         starts = self._ends[first:past] - length
         skipped = np.maximum(self._at - starts, 0)
         length = np.minimum(stop - starts, length) - skipped

@@ -26,10 +26,10 @@ class Gathering(Posting):
             told(f"{command.peer} is not connected any more")
             return
         self.shared.stats["gathers"] += 1
-        self.copier.submit(partial(self._gather, pair, command), told)
+        self.copy(pair, partial(self._gather, pair, command), told)
 
     def _gather(self, pair: Pair, command: Gather) -> Fence:
-        """On the copy thread: plan and pack."""
+        """Plan and pack."""
         assert self.shared.slots is not None
         source, target = tables(command.source), tables(command.target)
         plans = pair.plans.gather(source, target, command.spans, command.end)

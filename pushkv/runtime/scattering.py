@@ -28,10 +28,10 @@ class Scattering(Verifying):
             told(f"{command.peer} is not connected any more")
             return
         self.shared.stats["scatters"] += 1
-        self.copier.submit(partial(self._scatter, pair, command), told)
+        self.copy(pair, partial(self._scatter, pair, command), told)
 
     def _scatter(self, pair: Pair, command: Scatter) -> Fence:
-        """On the copy thread: plan and unpack."""
+        """Plan and unpack."""
         assert self.shared.slots is not None
         plans = pair.plans.scatter(tables(command.target), command.spans, command.end)
         return self.shared.slots.scatter(command.slot, plans)

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from pushkv.core.commands import AskProof, Command, Send
@@ -13,6 +14,7 @@ from pushkv.core.messages import Hello, Message, decode, encode, token_of
 from pushkv.errors import PeerLost, ProtocolError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
+from pushkv.runtime.copying import Job, Told
 from pushkv.runtime.digest import Reader
 from pushkv.runtime.loop import AWAKE
 from pushkv.runtime.pair import Pair
@@ -43,6 +45,8 @@ class Side(Peering):
         self.reader: Reader | None = None
         """What reads the cache back, where bytes are verified and may come into blocks."""
         self._pending: deque[Command] = deque()
+        self._copies: deque[tuple[Job, Told]] = deque()
+        """Copies that are still to be queued on the device: one a look."""
         self._relay_answers = False
         self.copier = shared.make_copier(f"{shared.agent}-copies", self._prepare_thread)
 
@@ -102,6 +106,7 @@ class Side(Peering):
             busy |= self.poll_writes(now)
         self._base_machine.tick(now)
         busy |= self.run_commands()
+        busy |= self._queue_copy()
         if busy:
             self.measure()
         return busy
@@ -132,6 +137,21 @@ class Side(Peering):
                 log.exception("One item is lost to an error.")
         return busy
 
+    def copy(self, pair: Pair, job: Job, told: Told) -> None:
+        """Have a part copied between a slot and the cache, here if the device does it, else on the copy thread."""
+        slots = self.shared.slots
+        if slots is not None and slots.quick(pair.template.grain):
+            self._copies.append((partial(self.shared.turn.away, "queueing a copy", job), told))
+        else:
+            self.copier.submit(job, told)
+
+    def _queue_copy(self) -> bool:
+        """Have one copy queued on the device, so that what is gathered can leave before the next one is planned."""
+        if not self._copies:
+            return False
+        self.copier.submit(*self._copies.popleft(), quick=True)
+        return True
+
     def poll_writes(self, now: float) -> bool:
         """Take the WRITEs that ended; whether there were any."""
         return False
@@ -141,7 +161,9 @@ class Side(Peering):
         return self._base_machine.timers.next()
 
     def urgency(self) -> int:
-        """Something open is awaited at least; copies need polling."""
+        """Something open is awaited at least; copies need polling, and those to be queued wait for nothing."""
+        if self._copies:
+            return 3
         if self.copier.busy:
             return 2
         return 1 if self._base_machine.open_transfers else 0

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pushkv.backends.base import Fence
-from pushkv.backends.rows import Runs
+from pushkv.backends.base import Fence, PassedFence
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
-from pushkv.core.copies import CopyPlan
-from pushkv.core.digest import Stretches, source_bytes, written_bytes
-from pushkv.core.parts import least_slot
+from pushkv.core.parts import PartCopy, least_slot
 from pushkv.core.ring import SlotPool
+from pushkv.core.runs import Runs
 from pushkv.core.template import PairTemplate
 from pushkv.core.ways import Costs
 from pushkv.errors import BackendError, HandshakeError
@@ -27,6 +25,8 @@ from pushkv.runtime import wire
 log = logging.getLogger(__name__)
 
 
+MOST_QUICK = 1 << 18
+"""To list more pieces than this takes long."""
 PIECE = 2048
 """Bytes a piece of the copy that is measured."""
 
@@ -44,6 +44,10 @@ class Slots:
         described = cache.backend.describe(self._memory)
         self.region = described.region
         self._first = described.offset
+
+    def quick(self, grain: int) -> bool:
+        """Whether a copy between a slot and pieces of at least ``grain`` bytes takes no time of the caller's."""
+        return bool(getattr(self._packer, "queues", False)) and self.size <= grain * MOST_QUICK
 
     def costs(self, given: Costs) -> Costs:
         """What moving bytes costs, with the speed of copies measured where it is not given."""
@@ -68,18 +72,31 @@ class Slots:
         """Where a slot begins in the region, in bytes."""
         return self._first + slot * self.size
 
-    def gather(self, plans: Sequence[CopyPlan], slot: int) -> Fence:
-        """Pack the plans' sources."""
-        return self._packer.gather(Runs(*source_bytes(plans)), self._slot(slot))
+    def gather(self, copies: Sequence[PartCopy], slot: int) -> Fence:
+        """Pack the copies' sources, one after the other."""
+        fence: Fence = PassedFence()
+        for runs, memory in self._packed([copy.reads for copy in copies], slot):
+            fence = self._packer.gather(runs, memory)
+        return fence
 
-    def scatter(self, slot: int, plans: Sequence[CopyPlan]) -> Fence:
-        """Unpack to the plans' targets."""
-        return self._packer.scatter(self._slot(slot), Runs(*written_bytes(plans)))
+    def scatter(self, slot: int, copies: Sequence[PartCopy]) -> Fence:
+        """Unpack to the copies' targets."""
+        fence: Fence = PassedFence()
+        for runs, memory in self._packed([copy.writes for copy in copies], slot):
+            fence = self._packer.scatter(memory, runs)
+        return fence
 
-    def stretch(self, slot: int, length: int) -> Stretches:
+    def _packed(self, many: list[Runs], slot: int) -> Iterator[tuple[Runs, Any]]:
+        """Runs with the memory they are packed in. The fence of the last is behind all."""
+        memory, at = self._slot(slot), 0
+        for runs in many:
+            yield runs, memory[at : at + runs.bytes]
+            at += runs.bytes
+
+    def stretch(self, slot: int, length: int) -> Runs:
         """The first bytes of a slot, as :meth:`read` takes them."""
         none = np.zeros(1, np.int64)
-        return Stretches(none, none + slot * self.size, none + length)
+        return Runs(none, none + slot * self.size, none + length)
 
     def read(self, runs: Runs) -> NDArray[np.uint8]:
         """The bytes of a run in host memory, its offset counted from the first slot on. Raises BackendError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from pushkv.backends.base import Packer, PassedFence
 from pushkv.backends.cpu import CpuBackend
-from pushkv.backends.rows import Runs, rows_of
+from pushkv.backends.cuda_packing import KernelPacker
+from pushkv.backends.rows import LaidRuns, Runs, rows_of
 from pushkv.backends.torch_packing import TorchPacker
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
@@ -25,6 +28,12 @@ def runs_of(*rows: tuple[int, int, int]) -> Runs:
     """Runs of (region, offset, length)."""
     region, offset, length = np.array(rows, np.int64).reshape(-1, 3).T
     return Runs(region, offset, length)
+
+
+def laid_of(places: list[tuple[int, int]], steps: list[int], across: int, width: int) -> LaidRuns:
+    """Laid runs by places of (region, offset)."""
+    home, place = np.array(places, np.int64).reshape(-1, 2).T
+    return LaidRuns(home, place, np.array(steps, np.int64), across, width)
 
 
 def memories(count: int = 2) -> list[np.ndarray[Any, Any]]:
@@ -45,8 +54,43 @@ def torch_packer(arrays: list[Any]) -> tuple[Packer, Any]:
     return TorchPacker(regions, tensors, PassedFence), torch.zeros(SIZE, dtype=torch.uint8)
 
 
+class ListedCopies:
+    """What the kernels do, for memory that numpy reaches."""
+
+    def copy_listed(self, addresses: Any, rows: int, width: int, grid: int) -> None:
+        assert not (addresses % grid).any()
+        assert width % grid == 0
+        for source, target in addresses.reshape(2, rows).T.tolist():
+            ctypes.memmove(target, source, width)
+
+    def copy_laid(
+        self, numbers: Any, slot: int, places: int, steps: int, across: int, width: int, grid: int, *, out: bool
+    ) -> None:
+        assert not (numbers % grid).any()
+        assert slot % grid == width % grid == 0
+        for row in range(places * steps):
+            part, within = divmod(row, steps * across)
+            step, place = divmod(within, across)
+            inside = int(numbers[part * across + place] + numbers[places + step])
+            packed = slot + row * width
+            ctypes.memmove(packed, inside, width) if not out else ctypes.memmove(inside, packed, width)
+
+
+def kernel_packer(arrays: list[Any]) -> tuple[Packer, Any]:
+    torch = pytest.importorskip("torch")
+    regions = [Region(array.__array_interface__["data"][0], array.nbytes) for array in arrays]
+    if os.environ.get("TRITON_INTERPRET"):  # as `make test-triton` does
+        from pushkv.backends import row_kernel
+
+        return KernelPacker(regions, arrays, PassedFence, kernels=row_kernel, upload=torch.from_numpy), torch.zeros(
+            SIZE, dtype=torch.uint8
+        )
+    packer = KernelPacker(regions, arrays, PassedFence, kernels=ListedCopies(), upload=lambda ends: ends)
+    return packer, torch.zeros(SIZE, dtype=torch.uint8)
+
+
 Make = Callable[[list[Any]], tuple[Packer, Any]]
-both = pytest.mark.parametrize("make", [numpy_packer, torch_packer])
+both = pytest.mark.parametrize("make", [numpy_packer, torch_packer, kernel_packer])
 
 
 def packed(arrays: list[Any], runs: Runs) -> np.ndarray[Any, Any]:
@@ -101,8 +145,24 @@ class TestBothWays:
             runs_of((0, 0, 512), (0, 2048, 1024), (1, 0, 512)),
             runs_of((0, 0, 3), (0, 100, 5), (1, 7, 3)),
             runs_of(*((0, length * 130, length) for length in range(1, 40))),
+            laid_of([(0, 0), (0, 8192), (1, 0)], [512, 0, 1024], 1, 256),
+            laid_of([(0, 3), (1, 5), (1, 9000), (0, 9000)], [0, 300, 77], 2, 30),
+            laid_of([], [], 1, 8),
         ],
-        ids=["none", "one", "empty", "rows", "two regions", "no grid", "multiples", "two lengths", "many lengths"],
+        ids=[
+            "none",
+            "one",
+            "empty",
+            "rows",
+            "two regions",
+            "no grid",
+            "multiples",
+            "two lengths",
+            "many lengths",
+            "laid",
+            "laid across",
+            "none laid",
+        ],
     )
     def test_of_every_shape(self, make: Make, runs: Runs) -> None:
         check_both_ways(make, runs)
@@ -120,6 +180,10 @@ class TestBothWays:
             (runs_of((2, 0, 8)), "outside its region"),
             (runs_of((-1, 0, 8)), "outside its region"),
             (runs_of((0, 0, SIZE), (1, 0, 8)), "do not fit into a slot"),
+            (laid_of([(0, 0)], [0, SIZE - 7], 1, 8), "outside its region"),
+            (laid_of([(0, 0)], [-1], 1, 8), "outside its region"),
+            (laid_of([(5, 0)], [0], 1, 8), "outside its region"),
+            (laid_of([(0, 0), (1, 0)], [0, SIZE // 2], 1, SIZE // 2), "do not fit into a slot"),
         ],
     )
     def test_what_does_not_fit_is_refused_and_nothing_is_copied(self, make: Make, runs: Runs, says: str) -> None:

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_plan_brute_force import Case, cases
 
-from pushkv.core.digest import Stretches, plan_span, source_bytes, target_bytes
+from pushkv.core.digest import plan_span, source_bytes, target_bytes
 from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Layer, Place, Strides
+from pushkv.core.runs import Runs
 from pushkv.core.span import Span
 from pushkv.core.template import PairTemplate
 from pushkv.errors import GeometryError
 
 
-def read(stretches: Stretches, rank: Rank) -> NDArray[np.uint8]:
-    columns = (column.tolist() for column in stretches)
+def read(stretches: Runs, rank: Rank) -> NDArray[np.uint8]:
+    columns = (column.tolist() for column in (stretches.region, stretches.offset, stretches.length))
     pieces = [rank.regions[region][start : start + length] for region, start, length in zip(*columns, strict=True)]
     return np.concatenate([np.zeros(0, np.uint8), *pieces])
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pushkv.core.copies import CopyPlan
 from pushkv.core.geometry import BlockTable, Kind
 from pushkv.core.memory import Region
-from pushkv.core.parts import PartPlans, cut, least_slot, span_bytes
+from pushkv.core.parts import PartCopy, PartPlans, cut, least_slot, span_bytes
 from pushkv.core.plan import plan_copy
 from pushkv.core.template import PairTemplate, writers
 
@@ -241,12 +241,12 @@ def land(case: Case, producer: Rank, consumer: Rank, hits: list[NDArray[np.uint8
 
 
 def pieces_of(
-    plan: CopyPlan, rank: Rank, *, source: bool = False, memory: list[NDArray[np.uint8]] | None = None
+    plan: PartCopy, rank: Rank, *, source: bool = False, memory: list[NDArray[np.uint8]] | None = None
 ) -> list[NDArray[np.uint8]]:
     """Views of a plan's runs on one side, in order."""
-    region, offset = (plan.source_region, plan.source_offset) if source else (plan.target_region, plan.target_offset)
+    runs = plan.reads if source else plan.writes
     regions = rank.regions if memory is None else memory
-    columns = zip(region.tolist(), offset.tolist(), plan.length.tolist(), strict=True)
+    columns = zip(runs.region.tolist(), runs.offset.tolist(), runs.length.tolist(), strict=True)
     return [regions[number][start : start + length] for number, start, length in columns]
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pushkv.backends.cpu import CpuBackend
-from pushkv.core.digest import Stretches
 from pushkv.core.memory import Region
+from pushkv.core.runs import Runs
 from pushkv.errors import BackendError
 from pushkv.runtime import digest
 from pushkv.runtime.digest import CHUNK, Digest, Reader
@@ -25,9 +25,9 @@ def reader(*arrays: np.ndarray) -> Reader:
     return Reader(cache)  # type: ignore[arg-type]
 
 
-def stretches(*rows: tuple[int, int, int]) -> Stretches:
+def stretches(*rows: tuple[int, int, int]) -> Runs:
     columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
-    return Stretches(*columns)
+    return Runs(*columns)
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,7 +85,7 @@ def test_any_bit_changes_it() -> None:
 
 def test_no_bytes_are_done_at_once() -> None:
     none = np.zeros(0, np.int64)
-    taken = Digest(reader(np.zeros(8, np.uint8)), Stretches(none, none, none))
+    taken = Digest(reader(np.zeros(8, np.uint8)), Runs(none, none, none))
     assert taken.done
     assert taken.value == bytes(4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,18 @@ def all_free(endpoint: Producer | Consumer) -> bool:
     return len(pool) == pool.count
 
 
+@pytest.fixture(params=[False, True], ids=["copied", "queued"])
+def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the backend queues copies on its device, as GPUs do: then the transfer thread does it."""
+    monkeypatch.setattr(CpuPacker, "queues", request.param, raising=False)
+    return bool(request.param)
+
+
+def copying_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.endswith("-copies")]
+
+
+@pytest.mark.usefixtures("queues")
 class TestTransfers:
     @pytest.mark.parametrize("tokens", [1, 8, 9, 37, 120])
     def test_whole_prompts_arrive_and_every_slot_comes_back(self, scene: Scene, tokens: int) -> None:
@@ -71,6 +84,15 @@ class TestTransfers:
         parts = -(-tokens // (SLOT // 128))
         assert producer.stats()["gathers"] == consumer.stats()["scatters"] == parts
         assert producer.stats()["descriptors"] == parts
+
+    def test_copies_that_a_device_makes_take_no_thread(self, scene: Scene, queues: bool) -> None:
+        producer, consumer = landing_pair(scene)
+        pushed = Pushed(producer, consumer, "r", blocks_for(40), blocks_for(40, 20), 40)
+        transfer = pushed.offer(consumer.connect(producer.address))
+        pushed.stage()
+        assert transfer.wait(WAIT) is Outcome.COMPLETE
+        assert pushed.arrived()
+        assert len(copying_threads()) == (0 if queues else 2)
 
     def test_chunks_go_as_they_are_computed(self, scene: Scene) -> None:
         producer, consumer = landing_pair(scene)
@@ -383,6 +405,7 @@ class TestCustody:
         scene.endpoints.remove(consumer)
 
 
+@pytest.mark.usefixtures("queues")
 class TestLosses:
     def test_everything_lost_doubled_and_reordered(self, timed: Callable[[Network], Scene]) -> None:
         network = Network(seed=5, faults=Faults(drop=0.3, duplicate=0.3, reorder=0.3, delay=(0.0, 0.01)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pushkv.backends.base import MemoryBackend
+from pushkv.backends.base import ArrayDescription, MemoryBackend
 from pushkv.core.compat import Factors, Value, compatibility
 from pushkv.core.geometry import CacheGroup, Geometry, Kind
 from pushkv.core.layouts import Array, Packing, Shard, group_of_layers, group_of_tensor, place_array
 from pushkv.core.memory import Region
-from pushkv.errors import GeometryError
+from pushkv.discovery import first_line
+from pushkv.errors import BackendError, GeometryError, PushKVError
 from pushkv.plugins import backend_for
 
 
@@ -93,10 +94,29 @@ def _place(arrays: Sequence[object]) -> tuple[MemoryBackend, list[Region], list[
         raise GeometryError("There is no array to describe; give at least one.")
     backend = backend_for(arrays[0])
     regions: list[Region] = []
-    placed = [place_array(backend.describe(array), regions) for array in arrays]
+    placed = [place_array(_described(backend, array), regions) for array in arrays]
     if empty := [one.shape for one in placed if 0 in one.shape]:
         raise GeometryError(f"An array of shape {empty[0]} holds nothing; give each axis a size of 1 or more.")
     return backend, regions, placed
+
+
+def _described(backend: MemoryBackend, array: object) -> ArrayDescription:
+    """Raises BackendError, also for what a backend of somebody's plug-in does instead of describing."""
+    try:
+        told = backend.describe(array)
+    except PushKVError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise BackendError(
+            f"memory backend {backend.name!r} failed to describe an array, {said}; report it to its author"
+        ) from error
+    if not isinstance(told, ArrayDescription):
+        raise BackendError(
+            f"memory backend {backend.name!r} describes an array as {told!r:.80}, which is no ArrayDescription; "
+            "report it to its author"
+        )
+    return told
 
 
 def _all_heads(array: Array, axes: str, heads: int | None) -> Shard:

@@ -179,7 +179,9 @@ def _entries(candidate: Candidate, disable: Disable) -> list[Entry]:
         return [Entry(candidate.name, candidate.source, disabled=True)]
     try:
         records = _records(candidate)
-    except (Exception, SystemExit) as error:  # a plug-in's module may do anything, even leave
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in's module may do anything: leave, or panic in an extension
         reason = f"{candidate.spelling!r} fails with {type(error).__name__}: {first_line(error)}"
         return [Entry(candidate.name, candidate.source, fault=Fault(reason, error))]
     return [

@@ -164,7 +164,9 @@ def _instance(record: BackendRecord, source: str) -> MemoryBackend:
     module, _, attribute = record.load.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit, and what panics of extension modules come as
         told = f"{type(error).__name__}: {first_line(error)}"
         remedy = record.hint or "repair or uninstall that distribution"
         raise BackendError(
@@ -186,7 +188,10 @@ def _instance(record: BackendRecord, source: str) -> MemoryBackend:
 def _run_checks(backend: MemoryBackend, *, probe: bool) -> tuple[Check, ...]:
     """The backend's checks. One that raises is a fault of the backend, whatever it raises."""
     try:
-        return tuple(backend.check(probe=probe))
+        checks = tuple(backend.check(probe=probe))
+        if odd := [one for one in checks if not isinstance(one, Check)]:
+            raise TypeError(f"{odd[0]!r:.80} is no Check")
+        return checks
     except Exception as error:
         told = f"{type(error).__name__}: {first_line(error)}"
         raise BackendError(

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pushkv import KVCache
+from pushkv import EndpointConfig, KVCache
+from pushkv.backends.cpu import CpuBackend
 from pushkv.core.geometry import Kind
 from pushkv.core.layouts import Packing, Shard
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError, GeometryError, UnclaimedDevice
+from pushkv.runtime.slots import slots_of
 
 
 def array(*shape: int) -> np.ndarray:
@@ -74,6 +76,37 @@ def test_an_array_on_a_device_nobody_claims(monkeypatch: pytest.MonkeyPatch) -> 
 def test_something_that_is_no_array() -> None:
     with pytest.raises(BackendError, match="a list cannot be described; pass a numpy array or a torch tensor"):
         KVCache.of([1, 2], "LB")
+
+
+@pytest.mark.parametrize(
+    ("answer", "phrase"),
+    [
+        (None, "describes an array as None, which is no ArrayDescription"),
+        ((1, 2), r"describes an array as \(1, 2\)"),
+        (
+            ZeroDivisionError("a bug"),
+            "failed to describe an array, ZeroDivisionError: a bug; report",
+        ),
+    ],
+)
+def test_a_backend_that_does_not_describe(answer: Any, phrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(self: CpuBackend, array: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(CpuBackend, "describe", describe)
+    with pytest.raises(BackendError, match=phrase):
+        KVCache.of(array(2, 4, 4, 8), "LBNC", model="m")
+
+
+def test_a_backend_that_gives_too_little_memory_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots behind its end would be somebody else's memory."""
+    monkeypatch.setattr(CpuBackend, "allocate", lambda self, size, device=0: np.zeros(size - 1, np.uint8))
+    cache = KVCache.of(array(2, 4, 4, 8), "LBNC", model="m")
+    config = EndpointConfig(engine="p", landing="landing", landing_bytes=1 << 14, slot_bytes=1 << 12)
+    with pytest.raises(BackendError, match="was asked for 16384 bytes and gave an array of shape"):
+        slots_of(config, cache)
 
 
 def test_two_devices() -> None:

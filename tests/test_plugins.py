@@ -80,6 +80,11 @@ class TestPlugInsThatAreBroken:
         self.hook(site, "raise SystemExit('no licence')\n")
         self.assert_broken(site, "SystemExit", "no licence")
 
+    def test_its_module_panics_in_an_extension(self, site: FakeSite) -> None:
+        """Panics of extensions written in Rust derive from BaseException alone."""
+        self.hook(site, "class PanicException(BaseException): pass\nraise PanicException('unwrap on None')\n")
+        self.assert_broken(site, "PanicException: unwrap on None")
+
     def test_its_module_does_not_exist(self, site: FakeSite) -> None:
         site.declare("pushkv-bad", "[pushkv]\nbad = nowhere.at_all\n")
         self.assert_broken(site, "nowhere")
@@ -256,6 +261,16 @@ class _Raising(_Xpu):
         raise ZeroDivisionError("a bug")
 
 
+class _Odd(_Xpu):
+    def check(self, *, probe: bool = True) -> tuple[Check, ...]:
+        return ("fine",)  # type: ignore[return-value]
+
+
+class _Panicking(_Xpu):
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
 class _Renamed(_Xpu):
     name = "ypu"
 
@@ -308,6 +323,8 @@ class TestLookup:
         ("kind", "phrase"),
         [
             ("_Raising", "cannot check itself, ZeroDivisionError: a bug"),
+            ("_Odd", "cannot check itself, TypeError: 'fine' is no Check"),
+            ("_Panicking", "cannot be loaded, SystemExit: 3"),
             ("_Renamed", "calls itself 'ypu'"),
             ("FakeSite", "cannot be loaded, TypeError"),
             ("Path", "is no MemoryBackend"),

@@ -82,7 +82,7 @@ class CpuBackend(MemoryBackend):
 def _describe_numpy(array: AnyArray) -> ArrayDescription:
     if not array.flags.writeable:
         raise BackendError(f"an array of shape {array.shape} is read-only; pass one whose flags.writeable is True")
-    refuse_overlap(array.shape, array.strides)
+    refuse_overlap(array.shape, array.strides, array.itemsize)
     region = _allocation(array)
     return ArrayDescription(
         region=region,

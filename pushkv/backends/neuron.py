@@ -23,7 +23,7 @@ from pushkv.backends.machine import AMAZON, Machine
 from pushkv.backends.neuron_checks import DEVICES, NO_ADDRESS, Preconditions
 from pushkv.backends.neuron_fence import Reader, fence_for
 from pushkv.backends.rows import Runs
-from pushkv.backends.tensors import describe_tensor
+from pushkv.backends.tensors import describe_tensor, storage_of
 from pushkv.backends.torch_packing import TorchPacker
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
@@ -66,7 +66,7 @@ class NeuronBackend(MemoryBackend):
                 f"the neuron backend describes Trainium memory and this array is on {kind}; use backend_for()"
             )
         tensor: Any = array
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         address, length = int(storage.data_ptr()), int(storage.nbytes())
         if length and not (address and self._machine.writable(address)):
             told = f"the address {address:#x}, which is not mapped" if address else "no address"

@@ -16,13 +16,15 @@ def describe_tensor(tensor: Any, *, device: int, memory: MemoryType) -> ArrayDes
     """Describe a strided tensor through its storage, on device ordinal ``device``.
 
     The offset comes from the tensor's own storage offset: ``data_ptr()`` of an empty view is 0.
-    Raises BackendError for sparse, lazily conjugated or negated, expanded and addressless tensors.
+    Raises BackendError for tensors that are sparse, nested, lazily conjugated or negated, expanded, overlap
+    themselves or have no address.
     """
     _refuse_what_is_not_its_bytes(tensor)
+    storage_of(tensor)
     itemsize = int(tensor.element_size())
     shape = tuple(int(size) for size in tensor.shape)
     strides = tuple(int(stride) * itemsize for stride in tensor.stride())
-    refuse_overlap(shape, strides)
+    refuse_overlap(shape, strides, itemsize)
     return ArrayDescription(
         region=storage_region(tensor, device=device, memory=memory),
         offset=int(tensor.storage_offset()) * itemsize,
@@ -35,7 +37,7 @@ def describe_tensor(tensor: Any, *, device: int, memory: MemoryType) -> ArrayDes
 
 def storage_region(tensor: Any, *, device: int, memory: MemoryType) -> Region:
     """The tensor's whole storage. Raises BackendError when torch gives it no address."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     address, length = int(storage.data_ptr()), int(storage.nbytes())
     if length and not address:
         raise BackendError(
@@ -44,21 +46,42 @@ def storage_region(tensor: Any, *, device: int, memory: MemoryType) -> Region:
     return Region(address=address, length=length, device=device, memory=memory)
 
 
-def refuse_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Raise BackendError when an axis repeats the same bytes: a WRITE there would have several owners."""
+def storage_of(tensor: Any) -> Any:
+    """The tensor's storage. Raises BackendError for one that has none of its own: nested, batched, functional."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BackendError(f"torch does not tell where this tensor lies ({line}); pass a plain tensor") from error
+
+
+def refuse_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+    """Raise BackendError when an axis repeats the same bytes: a WRITE there would have several owners.
+
+    From the innermost axis out, each has to step over all that lies inside it, as axes of an allocation and of
+    slices of it do.
+    """
     if 0 in shape:  # no elements; numpy gives them strides of 0
         return
-    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        if size > 1 and stride == 0:
+    axes = sorted(
+        (abs(stride), axis) for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1
+    )
+    inside = itemsize
+    for step, axis in axes:
+        if step < inside:
             raise BackendError(
-                f"axis {axis} of shape {shape} repeats the same bytes (stride 0); pass the array it was expanded from"
+                f"axis {axis} of shape {shape} repeats the same bytes (it steps over {step} of {inside}); pass the "
+                "array it was made from"
             )
+        inside += (shape[axis] - 1) * step
 
 
 def _refuse_what_is_not_its_bytes(tensor: Any) -> None:
     """Some tensors hold, at their address, something else than their values."""
     if str(tensor.layout) != "torch.strided":
         raise BackendError(f"a tensor of layout {tensor.layout} has no strides; pass a torch.strided tensor")
+    if getattr(tensor, "is_nested", False):
+        raise BackendError("a nested tensor has no strides; pass the tensors that it is made of")
     if tensor.is_conj() or tensor.is_neg():
         raise BackendError(
             "a lazily conjugated or negated tensor's bytes are not its values; pass its resolve_conj().resolve_neg()"

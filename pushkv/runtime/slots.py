@@ -42,6 +42,11 @@ class Slots:
         self._longest_number, self._longest = max(enumerate(cache.regions), key=lambda one: one[1].length)
         self._memory: Any = cache.backend.allocate(size * count, cache.home[1])
         described = cache.backend.describe(self._memory)
+        if (described.shape, described.itemsize, described.strides) != ((size * count,), 1, (1,)):
+            raise BackendError(
+                f"memory backend {cache.backend.name!r} was asked for {size * count} bytes and gave an array of "
+                f"shape {described.shape} with {described.itemsize} bytes an element; report it to its author"
+            )
         self.region = described.region
         self._first = described.offset
 

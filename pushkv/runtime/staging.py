@@ -122,6 +122,7 @@ class Staging(Side):
         elif verdict == _PASSED:
             self._take_in(call, now)
         else:
+            self._announce(call, now)
             self._refuse(call, Outcome.TRANSPORT_ERROR, verdict, now)
 
     def _take_in(self, call: Call, now: float) -> None:
@@ -147,6 +148,17 @@ class Staging(Side):
         self.machine.unstage(call.transfer, now, outcome, detail)
         self.run_commands()
         self._never_staged(call, outcome, detail)
+
+    def _announce(self, call: Call, now: float) -> None:
+        """Have the machine know of a prompt whose KV has gone wrong, so that whoever has offered hears of its end."""
+        if call.transfer in self._holding or self.transport is None:
+            return
+        try:
+            self.machine.stage(call.transfer, call.blocks, call.prompt, call.prompt_tokens, 0, now, call.siblings)
+        except Exception:  # numbers that cannot be, too: its offers wait for another stage
+            return
+        self._open.add(call.transfer)
+        self._holding[call.transfer] = call.ending
 
     def _never_staged(self, call: Call, outcome: Outcome, detail: str) -> None:
         """End and release what the machine has never had, or has no more; what it holds it releases itself."""
@@ -183,6 +195,6 @@ def _verdict(fence: Fence) -> str:
     """Whether a fence has passed, or what it raised: the work before it has gone wrong, and so has the KV."""
     try:
         return _PASSED if fence.done() else _WAITS
-    except Exception as error:
+    except BaseException as error:  # it is the backend's, and may be of somebody's plug-in: the thread goes on
         log.exception("A fence failed.")
         return f"its fence failed: {error or type(error).__name__}"

@@ -140,6 +140,16 @@ class TakesRepeatedBytes(LateBackend):
             return super().describe(array[:, :1])
 
 
+class TakesWindows(LateBackend):
+    def describe(self, array: object) -> ArrayDescription:
+        try:
+            return super().describe(array)
+        except BackendError:
+            if not isinstance(array, np.ndarray) or 0 in array.strides:
+                raise
+            return super().describe(array[:1])
+
+
 class TakesAnything(LateBackend):
     def describe(self, array: object) -> ArrayDescription:
         return super().describe(np.zeros(1) if array is None or not hasattr(array, "shape") else array)
@@ -194,6 +204,7 @@ MUTANTS: dict[type[LateBackend], str] = {
     ForgetsStrides: "a_permuted_view_is_described_where_its_elements_lie",
     RegistersTheView: "layers_of_one_storage_share_a_region",
     TakesRepeatedBytes: "bytes_that_have_several_owners_are_refused",
+    TakesWindows: "bytes_that_have_several_owners_are_refused",
     TakesForeignArrays: "an_array_of_another_device_is_refused_and_sent_to_its_owner",
     RoundsOffsets: "an_odd_offset_is_kept",
     CannotBeUsedHere: "the_checks_pass_here",

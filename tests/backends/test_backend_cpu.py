@@ -149,6 +149,14 @@ def test_an_axis_that_repeats_its_bytes_is_refused() -> None:
     assert_exact(as_strided(numbers(4), shape=(1, 4), strides=(0, 4)))
 
 
+def test_windows_that_overlap_are_refused() -> None:
+    with pytest.raises(BackendError, match=r"repeats the same bytes \(it steps over 4 of 20\)"):
+        BACKEND.describe(as_strided(numbers(8), shape=(5, 2), strides=(4, 4)))
+    with pytest.raises(BackendError, match="repeats the same bytes"):
+        BACKEND.describe(as_strided(numbers(8), shape=(2, 6), strides=(-4, 4))[::-1])
+    assert_exact(as_strided(numbers(8), shape=(4, 2), strides=(8, 4)))
+
+
 @pytest.mark.parametrize(
     ("dtype", "phrase"),
     [("O", "Python objects"), (">f4", "foreign byte order"), ([("k", "f4"), ("v", "f4")], "has fields")],

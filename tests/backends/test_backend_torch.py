@@ -86,6 +86,8 @@ def test_a_tensor_and_the_array_over_it_share_a_region() -> None:
     ("tensor", "phrase"),
     [
         (torch.zeros(3, 1).expand(3, 4), r"axis 1 of shape \(3, 4\) repeats the same bytes"),
+        (torch.zeros(64).as_strided((4, 8), (4, 1)), r"axis 0 of shape \(4, 8\) .* steps over 16 of 32"),
+        (torch.zeros(64).as_strided((8, 8), (1, 1)), "repeats the same bytes"),
         (torch.eye(3).to_sparse(), "torch.sparse_coo has no strides"),
         (torch.zeros(3, dtype=torch.complex64).conj(), "lazily conjugated"),
         (torch.zeros(3, dtype=torch.complex64).conj().imag, "lazily conjugated or negated"),
@@ -94,6 +96,19 @@ def test_a_tensor_and_the_array_over_it_share_a_region() -> None:
 def test_tensors_whose_bytes_are_not_their_values_are_refused(tensor: Any, phrase: str) -> None:
     with pytest.raises(BackendError, match=phrase):
         BACKEND.describe(tensor)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    def describe(one: torch.Tensor) -> torch.Tensor:
+        BACKEND.describe(one)
+        return one
+
+    with pytest.raises(BackendError, match="torch does not tell where this tensor lies"):
+        torch.func.vmap(describe)(torch.zeros(3, 4))
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(BackendError, match="nested tensor has no strides"):
+        BACKEND.describe(nested)
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:

@@ -181,8 +181,28 @@ class TestFences:
         after = other.offer(link)
         other.stage()
         assert after.wait(WAIT) is Outcome.COMPLETE
-        consumer.cancel(transfer)
+        assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR, "long before its deadline"
+        assert "the kernel faulted" in transfer.detail
         assert transfer.wait_released(WAIT)
+
+    def test_no_fence_ends_the_thread(self, producer: Producer, consumer: Consumer, link: Link) -> None:
+        """Whatever the methods of somebody's plug-in do."""
+
+        class Leaves(Gate):
+            def done(self) -> bool:
+                raise SystemExit(3)
+
+        for name, fence in (("leaves", Leaves()), ("is none", object())):
+            push = pushed(producer, consumer, name)
+            transfer = push.offer(link)
+            assert push.stage(fence=fence).wait(WAIT) is Outcome.TRANSPORT_ERROR
+            assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
+            assert "its fence failed" in transfer.detail
+            assert transfer.wait_released(WAIT)
+        other = pushed(producer, consumer)
+        after = other.offer(link)
+        other.stage()
+        assert after.wait(WAIT) is Outcome.COMPLETE
 
     @pytest.mark.parametrize("how", ["preempt", "unstage"])
     def test_taken_back_before_the_fence(self, producer: Producer, consumer: Consumer, link: Link, how: str) -> None:

@@ -134,6 +134,8 @@ class BackendContract(FenceContract, PackingContract):
     def test_bytes_that_have_several_owners_are_refused(self, backend: MemoryBackend) -> None:
         with pytest.raises(BackendError, match="repeats the same bytes"):
             backend.describe(self.repeated(self.make_array((3, 1)), (3, 4)))
+        with pytest.raises(BackendError, match="repeats the same bytes"):
+            backend.describe(self.overlapping(self.make_array((64,), "float32"), 8))
 
     @pytest.mark.parametrize("wrong", [None, 7, "cache", [1, 2], b"bytes", object()])
     def test_what_is_no_array_is_refused(self, backend: MemoryBackend, wrong: object) -> None:

@@ -77,6 +77,13 @@ class BackendSubject:
             return array.expand(shape)
         return np.lib.stride_tricks.as_strided(array, shape, np.broadcast_to(array, shape).strides)
 
+    def overlapping(self, array: Any, width: int) -> Any:
+        """Every stretch of ``width`` elements of a one-dimensional array, as a view: neighbours share bytes."""
+        shape = array.shape[0] - width + 1, width
+        if is_tensor(array):
+            return array.as_strided(shape, (1, 1))
+        return np.lib.stride_tricks.as_strided(array, shape, array.strides * 2)
+
     def foreign(self) -> Any:
         """An array that another backend owns; None where there is none to be had."""
         return np.zeros(16, dtype=np.uint8)

@@ -17,6 +17,7 @@ from pushkv.backends.cpu_packing import CpuPacker
 from pushkv.backends.rows import Runs
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
+from pushkv.testing.backend_contract.packing import runs_of
 from pushkv.testing.contracts.cpu import TestCpuNumpy as CpuNumpy
 
 
@@ -286,7 +287,7 @@ PACKERS = {
     Overlooks: lambda one: one.test_gather_packs_the_runs_one_after_the_other(one.make_backend(), "odd"),
     SpillsOver: lambda one: one.test_scatter_unpacks_them_and_touches_nothing_else(one.make_backend(), "one"),
     Trusts: lambda one: one.test_runs_that_do_not_fit_are_refused_and_nothing_is_copied(
-        one.make_backend(), ((0, -1, 4),)
+        one.make_backend(), runs_of([(0, -1, 4)])
     ),
 }  # fmt: skip
 

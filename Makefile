@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # How many tests run at once.
 JOBS ?= 2
 
-.PHONY: demo test test-libfabric test-vllm test-vllm-neuron test-triton test-xpu contract check lint types unit walk bench clean help
+.PHONY: demo test test-libfabric test-vllm test-vllm-pair test-vllm-neuron test-triton test-xpu contract check lint types unit walk bench clean help
 
 help:
 	@echo "make demo    install what the demo needs into $(VENV) and run it"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-libfabric   the faults over NIXL's LIBFABRIC backend (root, Debian)"
 	@echo "make test-triton      the GPU's copying kernels, in Triton's interpreter"
 	@echo "make test-vllm        the connector under vLLM's scheduler, and with the router in real servers, on CPU"
+	@echo "make test-vllm-pair   the part of it with one pair of servers"
 	@echo "make test-vllm-neuron the connector on Trainium: a fake device under vLLM's scheduler"
 	@echo "make test-xpu         the example plug-in, installed beside the environment"
 	@echo "make contract         which memory backend keeps which part of the contract here"
@@ -46,6 +47,12 @@ test-vllm:
 	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/connector -n $(JOBS)
 	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e
 	$(MAKE) test-vllm-neuron
+
+# The part of it with one pair of servers.
+test-vllm-pair:
+	$(PYTHON) plugins/pushkv-vllm/tests/e2e/environment.py $(VLLM)
+	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/connector -n $(JOBS)
+	cd plugins/pushkv-vllm && $(abspath $(VLLM))/bin/python -m pytest tests/e2e/test_e2e_push.py
 
 # The connector on Trainium, on the fake device and vLLM's own scheduler, in the same environment.
 NEURON := plugins/pushkv-vllm-neuron

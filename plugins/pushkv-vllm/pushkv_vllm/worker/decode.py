@@ -7,7 +7,6 @@ reported as released exactly once, when nobody can write into them any more.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -65,7 +64,6 @@ class DecodeWorker:
         self._by_key: dict[TransferKey, str] = {}
         self._news = News()
         self.seconds: list[float] = []
-        self.outcomes: Counter[str] = Counter()
 
     def connect(self, addresses: Iterable[str]) -> None:
         """Connect to prefill engines ahead of time."""
@@ -106,11 +104,15 @@ class DecodeWorker:
             if link is not None:
                 self._submit(load, link, max(0.001, load.expires - now))
                 return True
-        except (PushKVError, ConnectionError) as error:
-            self._never_offered(load, str(error))
+        except ConnectionError as error:
+            self._never_offered(load, str(error), Outcome.PEER_LOST)
+            return True
+        except PushKVError as error:
+            self._never_offered(load, str(error), Outcome.REJECTED_GEOMETRY)
             return True
         if now >= min(load.expires, load.since + self._patience):
-            self._never_offered(load, f"no connection to {order.address} within {now - load.since:.1f} s")
+            why = f"no connection to {order.address} within {now - load.since:.1f} s"
+            self._never_offered(load, why, Outcome.PEER_LOST)
             return True
         return False
 
@@ -142,7 +144,7 @@ class DecodeWorker:
             self._waiting.pop(request, None)
             order = load.order
             self._decline(Decline(order.transfer, order.address, order.sibling, order.siblings, order.attempt))
-            self._never_offered(load, "cancelled by the engine")
+            self._never_offered(load, "by the engine", Outcome.CANCELLED)
 
     def _decline(self, decline: Decline) -> None:
         """Where the prefill engine cannot be connected nobody is told, and it holds the prompt for its own time."""
@@ -163,8 +165,9 @@ class DecodeWorker:
 
     # What becomes of them
 
-    def _never_offered(self, load: Load, why: str) -> None:
-        self._outcome(load, Outcome.CANCELLED if why.startswith("cancelled") else Outcome.REJECTED_GEOMETRY, why)
+    def _never_offered(self, load: Load, why: str, outcome: Outcome | None = None) -> None:
+        """Parameters that cannot be followed have no outcome: there was no transfer."""
+        self._failed(load, why, outcome)
         self._report(load)
         self._forget(load)
 
@@ -186,11 +189,15 @@ class DecodeWorker:
 
     def _outcome(self, load: Load, outcome: Outcome, detail: str) -> None:
         load.ended = True
-        self.outcomes[outcome.value] += 1
         if outcome is Outcome.COMPLETE:
             self.seconds.append(time.monotonic() - load.since)
-            return
-        load.failure = f"{outcome.value}: {detail}" if detail else outcome.value
+        else:
+            self._failed(load, detail, outcome)
+
+    @staticmethod
+    def _failed(load: Load, why: str, outcome: Outcome | None) -> None:
+        load.ended = True
+        load.failure = ": ".join(filter(None, (outcome.value if outcome is not None else "", why)))
         if outcome is not Outcome.CANCELLED:
             logger.warning("The KV of %s (transfer %s) did not come: %s", load.order.request, load.order.transfer,
                            load.failure)  # fmt: skip

@@ -8,6 +8,8 @@ import pytest
 from cases import PROMPT, Balance, continued, counts, legs, pair
 from fake_engine import FakeEngine, Scene, until
 
+from pushkv_vllm.directives import Reports
+
 OUTCOMES = ("fail", "recompute")
 QUICK = (("deadline", 1.0), ("hold", 1.0), ("connect_timeout", 1.0))
 
@@ -20,6 +22,20 @@ def ends_by_policy(decode: FakeEngine, name: str, prompt: list[int] = PROMPT) ->
     else:
         assert decode.tokens[name] == continued(prompt, 3)
         assert decode.loaded[name] < len(prompt) - 1
+
+
+def listen(decode: FakeEngine) -> list[str]:
+    """Why loads have failed, as workers tell it."""
+    reasons: list[str] = []
+    half = decode.scheduler.connector._scheduler._decode
+    reports = half.reports
+
+    def listening(told: Reports) -> None:
+        reasons.extend(told.failed.values())
+        reports(told)
+
+    half.reports = listening
+    return reasons
 
 
 @pytest.mark.parametrize("policy", OUTCOMES)
@@ -76,8 +92,10 @@ class TestByTheDeadline:
         balance = Balance(decode)
         asked = legs(prefill, "t")[1] | {"remote_port": 1}
         decode.add("d", PROMPT, asked, 3)
+        reasons = listen(decode)
         until(lambda: "d" in decode.finished, decode)
         ends_by_policy(decode, "d")
+        assert [reason.split(":")[0] for reason in reasons] == ["peer lost"]
         balance.settle()
 
 

@@ -72,7 +72,8 @@ def as_table(rows: list[Row]) -> str:
     lines = [_line(_HEADER, widths)]
     for row in rows:
         lines.append(_line(_cells(row), widths))
-        lines += [f"  warning: {check}" for check in row.status.checks if check.verdict.value == "warning"]
+        if row.status.state.value == "ready":  # of what is not here anyway nobody wants to know
+            lines += [f"  warning: {check}" for check in row.status.checks if check.verdict.value == "warning"]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from pushkv.testing.backend_contract.report import MARK
+from pushkv.testing.contracts.report import MARK
 
 BUILTIN = (
     "pushkv.testing.contracts.cpu",
@@ -68,7 +68,7 @@ def known() -> list[str]:
 
 def examine(module: str) -> list[Subject]:
     """Run one module's contracts in a process of its own."""
-    command = [sys.executable, "-m", "pushkv.testing.backend_contract.report", module]
+    command = [sys.executable, "-m", "pushkv.testing.contracts.report", module]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     subjects: dict[str, Subject] = {}

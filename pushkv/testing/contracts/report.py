@@ -1,6 +1,7 @@
 """Runs one module of contract classes in this process and prints what came of each check, as JSON.
 
-A module of its own process: a fake device stays in the process that installed it.
+A module of its own process: a fake device stays in the process that installed it. This file lies outside of the
+contract's own package, which pytest has to import itself for a failed check to say what it has found.
 """
 
 from __future__ import annotations

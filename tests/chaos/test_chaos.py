@@ -16,8 +16,12 @@ SECONDS = 20
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("tls", ["", "tcp"], ids=["default", "tcp"])
-def test_chaos(tls: str) -> None:
+@pytest.mark.parametrize(
+    ("tls", "way"),
+    [("", ""), ("tcp", ""), ("", "--landing"), ("tcp", "--landing --verify")],
+    ids=["default", "tcp", "default, landing", "tcp, landing, verified"],
+)
+def test_chaos(tls: str, way: str) -> None:
     """In a process of its own: the children are spawned from its main module."""
     environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
     command = [
@@ -32,13 +36,21 @@ def test_chaos(tls: str) -> None:
         "0.7",
     ]
     ran = subprocess.run(
-        [*command, "--tls", tls], capture_output=True, text=True, timeout=220, env=environment, check=False
+        [*command, *way.split(), "--tls", tls],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        env=environment,
+        check=False,
     )
     assert "verdict: every rule held" in ran.stdout, ran.stdout + ran.stderr[-4000:]
     assert ran.returncode == 0
     figures = dict(line.split(": ", 1) for line in ran.stdout.splitlines() if ": " in line)
     assert int(figures["transfers"]) > 20
     assert "complete" in figures["outcomes at consumers"]
+    assert ("scatters" in figures["proofs and other counts"]) == ("--landing" in way)
+    assert ("bytes verified" in figures["proofs and other counts"]) == ("--verify" in way)
+    assert "parts that differ" not in figures["proofs and other counts"]
 
 
 def test_a_seed_fixes_what_is_done() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pushkv.core.consumer import ConsumerMachine
-from pushkv.core.messages import Ack, Cancel, Complete, Drained, Failed, Offer, Renew, TransferKey
+from pushkv.core.messages import Ack, Cancel, Complete, Drained, Failed, Grant, Offer, Ready, Renew, TransferKey
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.sending import Customer
 from pushkv.core.states import Receiving, Sending, Target
@@ -47,7 +47,7 @@ def sending_keys(machine: ProducerMachine) -> frozenset[tuple[str, TransferKey]]
         (machine.epoch, serving.offer.key)
         for customer in machine._book.customers.values()
         for serving in customer.live.values()
-        if serving.state in (Sending.OFFERED, Sending.MATCHED) and serving.sent < serving.offer.stop
+        if serving.state in (Sending.OFFERED, Sending.MATCHED) and serving.unsent
     )
 
 
@@ -80,6 +80,7 @@ def idle_at_producer(machine: ProducerMachine, peer: str, message: Any) -> Any:
       not sent.) Nor does one below the floor: the consumer has said that it needs no Drained.
     * Of several Cancels of what is over, with different reasons: one will do.
     * A Renew whose floor is known: it moves the lease, which may end at any time anyway.
+    * A Grant of a part that has its credit, has been posted, or will not be.
     """
     customer = machine._book.customers.get(peer)
     if customer is None:
@@ -89,6 +90,10 @@ def idle_at_producer(machine: ProducerMachine, peer: str, message: Any) -> Any:
         return message.sequence < customer.floor or (known and message.floor <= customer.floor)
     if isinstance(message, Cancel):
         return _idle_cancel(customer, peer, message.sequence)
+    if isinstance(message, Grant):
+        serving = customer.live.get(message.sequence)
+        part = None if serving is None else machine._unposted_part(serving, message.part)
+        return serving is None or serving.state is not Sending.MATCHED or part is None or part.credit is not None
     return isinstance(message, Renew) and message.floor <= customer.floor
 
 
@@ -106,7 +111,9 @@ def idle_at_consumer(machine: ConsumerMachine, peer: str, message: Any) -> bool:
 
     * An Ack stops the repetition of an offer, which the walk repeats for ever.
     * Drained, and Failed once it is answered (the answer stays in the network): the offer's custody has ended.
-    * Complete: its transfer is gone, or is over and has this part. Before that, it is what landed bytes are known by.
+    * Complete: its transfer is gone, or is over and has this part, or has no slot for it any more. Before that, it is
+      what landed bytes are known by.
+    * Ready: so many parts have asked before, or its transfer is over.
     """
     pairing = machine._pairings.get(peer)
     if isinstance(message, Ack):
@@ -119,6 +126,11 @@ def idle_at_consumer(machine: ConsumerMachine, peer: str, message: Any) -> bool:
         return message.sequence < pairing.next and message.sequence not in pairing.open
     if isinstance(message, Complete):
         return _idle_complete(machine, peer, message)
+    if isinstance(message, Ready) and message.sequence < pairing.next:
+        key = pairing.open.get(message.sequence)
+        transfer = None if key is None else machine._transfers[key]
+        over = transfer is None or transfer.state is Receiving.OVER
+        return over or (transfer is not None and message.parts <= transfer.ranks[peer].wanted)
     return False
 
 
@@ -127,6 +139,8 @@ def _idle_complete(machine: ConsumerMachine, peer: str, message: Complete) -> bo
     if key is None or owner != peer:
         return True
     transfer = machine._transfers[key]
+    if transfer.lands:
+        return transfer.state is Receiving.OVER and not machine.awaits(peer, message)
     rank = transfer.ranks[peer]
     done = rank.custody is Target.ENDED or message.part in rank.coverage.parts
     return transfer.state is Receiving.OVER and done

@@ -12,12 +12,14 @@ from typing import Any
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.messages import TransferKey
 from pushkv.core.producer import ProducerMachine
-from pushkv.core.states import Receiving, Sending, Source, Target
+from pushkv.core.states import Pack, Receiving, Sending, Slot, Source, Target
 from walk.errors import Violation
 from walk.moves import Moves
 from walk.world import World
 
-_GOOD = ("starts again", "land", "told done", "has proof", "connects", "gets", "timer")
+_GOOD = (
+    "starts again", "land", "gather ends", "scatter ends", "told done", "has proof", "connects", "gets", "timer",
+)  # fmt: skip
 
 
 class FairWeather:
@@ -73,7 +75,8 @@ def unsettled_consumer(machine: ConsumerMachine) -> str:
         for peer, rank in transfer.ranks.items():
             if rank.custody not in (Target.ENDED, Target.QUARANTINED):
                 return f"{key} stays {rank.custody.value} at {peer}"
-    return ""
+    busy = {slot for slot in machine.landing_slots() if slot is not Slot.QUARANTINED}
+    return f"slots stay {', '.join(slot.value for slot in busy)}" if busy else ""
 
 
 def unsettled_producer(machine: ProducerMachine) -> str:
@@ -85,6 +88,8 @@ def unsettled_producer(machine: ProducerMachine) -> str:
             return f"the sources of {serving.offer.key} stay {serving.custody.value}"
     if len(machine._stages) and not machine.reading:
         return "a stage stays"
+    if busy := {pack for pack in machine.staging_slots() if pack is not Pack.STUCK}:
+        return f"staging slots stay {', '.join(pack.value for pack in busy)}"
     return ""
 
 

@@ -17,12 +17,15 @@ A state is taken up to what can never matter, so that many states become one:
   Cancel is still to be answered: the Cancel stays in the network until it is. Of a stage that is over, only whether
   its blocks are still out.
 * Indexes over what is listed elsewhere (their agreement is checked, too).
-* WRITEs are numbered by (consumer epoch, sequence, part) instead of in the order they were posted.
+* WRITEs are numbered by (consumer epoch, sequence, part) instead of in the order they were posted, and so are the
+  generations of landing slots, by (producer epoch, attempt, part). Free slots have no order: one is as good as
+  another.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -30,8 +33,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from pushkv.core.commands import AskProof, Command, Post
-from pushkv.core.messages import Offer
+from pushkv.core.commands import AskProof, Command, Gather, Post, Scatter, Send
+from pushkv.core.consumer import ConsumerMachine
+from pushkv.core.messages import Credit, Grant, Offer
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
 from pushkv.core.sending import Serving
@@ -41,10 +45,12 @@ from pushkv.errors import GeometryError, ProtocolError
 from walk.errors import Violation
 
 M = TypeVar("M")
+W = TypeVar("W", Post, Gather)
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)
 _NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "detail", "timers", "_out", "_commands")
-_REPETITIONS = ("tries", "acked", "untold")
-_LISTED_ELSEWHERE = ("_by_write", "_by_transfer", "_next_write")
+_REPETITIONS = ("tries", "acked", "untold", "ready_tries")
+_LISTED_ELSEWHERE = ("_by_write", "_by_transfer", "_next_write", "pool", "_pool", "_generation")
+_IN_ORDER = ("_order", "_wanted", "_queues")
 _IGNORED = frozenset(_NEVER_MATTERS + _REPETITIONS + _LISTED_ELSEWHERE)
 
 
@@ -87,18 +93,28 @@ def freeze(value: Any) -> Any:
         *getattr(value, "__dict__", ()),
         *(n for base in type(value).__mro__ for n in getattr(base, "__slots__", ())),
     ]
-    return tuple(freeze(getattr(value, name)) for name in names if name not in _IGNORED)
+    return tuple(_field(name, getattr(value, name)) for name in names if name not in _IGNORED)
+
+
+def _field(name: str, value: Any) -> Any:
+    if name == "_queues":
+        return tuple((peer, tuple(queue)) for peer, queue in value.items())
+    if name in _IN_ORDER:
+        return tuple((key, freeze(item)) for key, item in value.items())
+    return freeze(value)
 
 
 def _freeze_serving(serving: Serving) -> Any:
     going = serving.state in (Sending.OFFERED, Sending.MATCHED)
+    slots = (freeze(serving.shares), frozenset(serving.unposted)) if serving.lands else ()
     return (
         freeze(serving.offer),
         serving.state,
         serving.custody,
         frozenset(serving.writes),
-        (serving.sent, serving.parts) if going and serving.sent < serving.offer.stop else None,
+        (serving.sent, serving.parts) if going and serving.unsent else None,
         freeze(serving.failing) if serving.state is Sending.FAILING else None,
+        *slots,
     )
 
 
@@ -154,19 +170,52 @@ class Machines(Generic[M]):
         commands = tuple(command for command in machine.commands() if not isinstance(command, AskProof))
         if isinstance(machine, ProducerMachine):
             commands = _renumber(machine, commands)
+        elif machine.slots.count:
+            commands = _regenerate(machine, commands)
+        if machine.slots.count:
+            machine.slots._free = deque(sorted(machine.slots._free))
         return Step(self.number(machine), commands, "")
 
 
 def _renumber(machine: ProducerMachine, commands: tuple[Command, ...]) -> tuple[Command, ...]:
-    return tuple(_rename(machine, command) if isinstance(command, Post) else command for command in commands)
+    return tuple(
+        _rename(machine, command) if isinstance(command, (Post, Gather)) else command for command in commands
+    )
 
 
-def _rename(machine: ProducerMachine, post: Post) -> Post:
+def _rename(machine: ProducerMachine, command: W) -> W:
     book = machine._book
     book._next_write = 1
-    serving = book._by_write.pop(post.write)
-    write = 1000 * (1 + int(post.peer[1:])) + 10 * serving.offer.sequence + post.complete.part
-    serving.writes.discard(post.write)
-    serving.writes.add(write)
+    serving = book._by_write.pop(command.write)
+    packed = machine._staging._packed.pop(command.write) if isinstance(command, Gather) else None
+    part = command.complete.part if packed is None else packed.complete.part
+    write = 1000 * (1 + int(command.peer[1:])) + 10 * serving.offer.sequence + part
+    for writes in (serving.writes, serving.unposted):
+        if command.write in writes:
+            writes.discard(command.write)
+            writes.add(write)
+    if packed is not None:
+        packed.write, machine._staging._packed[write] = write, packed
     book._by_write[write] = serving
-    return replace(post, write=write)
+    return replace(command, write=write)
+
+
+def _regenerate(machine: ConsumerMachine, commands: tuple[Command, ...]) -> tuple[Command, ...]:
+    machine._ring._generation = 0
+    named: dict[Credit, Credit] = {}
+    for berth in machine._ring._berths.values():
+        if berth.generation < 1000:
+            old, rank = berth.credit, 1 + "pq".index(berth.peer[0])
+            berth.generation = 1000 * rank + 100 * int(berth.peer[1:]) + 10 * berth.key.attempt + berth.part
+            named[old] = berth.credit
+    return tuple(_credited(command, named) for command in commands)
+
+
+def _credited(command: Command, named: dict[Credit, Credit]) -> Command:
+    if isinstance(command, Send) and isinstance(command.message, Grant):
+        credit = named.get(command.message.credit, command.message.credit)
+        return replace(command, message=msgspec.structs.replace(command.message, credit=credit))
+    if isinstance(command, Scatter):
+        credit = named.get(Credit(command.slot, command.generation), Credit(command.slot, command.generation))
+        return replace(command, generation=credit.generation)
+    return command

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pushkv.core.messages import Complete
+from pushkv.core.messages import Complete, Ring
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from walk import facts
 from walk.rules import Move, Names, Parcel, Rules
+from walk.slots import Copy
 from walk.world import (
     BLOCKS,
     OTHER_PROMPT,
@@ -48,6 +49,8 @@ class Moves:
                 yield from _told(self.rules, w, rank)
                 yield from _losses(self.rules, w, rank)
         yield from _landings(self.rules, w)
+        if w.copies:
+            yield from _copies(self.rules, w)
         yield from _proofs(self.rules, w)
         yield from _deaths(self.rules, w)
 
@@ -113,7 +116,7 @@ def _offers(r: Rules, w: World, others: Names) -> Iterator[tuple[Move, Env]]:
     c, env = w.c, w.env
     key, peers = key_of(env.c_name, env.offered), tuple(seat.name for seat in w.seats)
     for block in range(len(BLOCKS)):
-        offering = Offering(key, block, peers)
+        offering = Offering(key, block, peers, r.bounds.slots > 0)
         if r.cs.step(c, "offer", offering, 0.0).refusal:
             continue
         offered = env.but(offered=env.offered + 1, owners=put(env.owners, block, key))
@@ -130,10 +133,11 @@ class Offering(Order):
     def __new__(cls, *_: Any) -> Offering:
         return object.__new__(cls)
 
-    def __init__(self, key: Any, block: int, peers: Names) -> None:
+    def __init__(self, key: Any, block: int, peers: Names, lands: bool) -> None:
         owed = {peer: Owes(RANKS.index(peer[0]))(0, TOKENS) for peer in peers}
-        super().__init__(key, block_table(block), PROMPT, TOKENS, 0, TOKENS, owed)
-        object.__setattr__(self, "name", (key, block, peers))
+        into = Ring(block_table(block).tables) if lands else block_table(block)
+        super().__init__(key, into, PROMPT, TOKENS, 0, TOKENS, owed)
+        object.__setattr__(self, "name", (key, block, peers, lands))
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -157,7 +161,7 @@ def _producer_engine(r: Rules, p: int, rank: int, seat: Seat, env: Env) -> Itera
     if r.bounds.refusals and not seat.closing:
         yield r.p_move(p, seat, env, ("closes",), "close", 0.0), seat.but(closing=True)
     if env.c_name not in r.ps.fact(p, facts.reachable_consumers):
-        yield r.p_move(p, seat, env, ("connects",), "connected", env.c_name, Owes(rank), 0.0), seat
+        yield r.p_move(p, seat, env, ("connects",), *r.connecting(env, rank)), seat
 
 
 def _stagings(r: Rules, p: int, seat: Seat, env: Env) -> Iterator[tuple[Move, Seat]]:
@@ -196,6 +200,33 @@ def _landings(r: Rules, w: World) -> Iterator[Named]:
             yield ("bytes", "land", flight), w._replace(air=w.air & ~bit, to_c=w.to_c | r.net.of(parcel))
         elif w.untold & bit:
             yield ("bytes", "land nowhere", flight), w._replace(air=w.air & ~bit)
+
+
+def _copies(r: Rules, w: World) -> Iterator[Named]:
+    """A gather or a scatter ends, well or not."""
+    errors = ("", "broke") if r.bounds.copy_errors else ("",)
+    for bit, copy in r.effects.copies.each(w.copies):
+        over = w._replace(copies=w.copies & ~bit)
+        for error in errors:
+            how = "ends" if not error else "fails"
+            if copy.gathers:
+                rank = RANKS.index(copy.life[0])
+                args = ("gathered", copy.number, 0.0, error)
+                move = r.p_move(w.ps[rank], w.seats[rank], w.env, (f"gather {how}", copy), *args)
+                yield r.trying, r.after_p(over, rank, move, w.seats[rank])
+            else:
+                call = ("scattered", copy.slot, copy.number, 0.0, error)
+                scatter = r.c_move(w.c, w.env, alive(w.seats), (f"scatter {how}", copy), *call)
+                yield r.trying, r.after_c(over, scatter, w.env if error else _scattered(w.env, copy))
+
+
+def _scattered(env: Env, copy: Copy) -> Env:
+    """The consumer with these tokens in their block, where their transfer has no outcome yet."""
+    if any(key == copy.key for key, _ in env.ended):
+        return env
+    spans = copy.spans
+    tokens = {(copy.key, one.layer_start, n) for one in spans for n in range(one.token_start, one.token_stop)}
+    return env.but(scattered=env.scattered | tokens)
 
 
 def _losses(r: Rules, w: World, rank: int) -> Iterator[Named]:
@@ -265,6 +296,7 @@ def _killed_p(r: Rules, w: World, rank: int) -> World:
         air=flights.where(w.air, lambda flight: flight.producer != name or flight.consumer == w.env.c_name),
         untold=flights.where(w.untold, lambda flight: flight.producer != name),
         posted=flights.where(w.posted, lambda flight: flight.producer != name),
+        copies=r.effects.copies.where(w.copies, lambda copy: copy.life != name),
         seats=put(w.seats, rank, w.seats[rank].but(alive=False, staged=0, closing=False, ended=frozenset())),
     )
 
@@ -276,6 +308,7 @@ def _killed_c(r: Rules, w: World) -> World:
         c=r.new_c(),
         to_c=0,
         air=r.effects.flights.where(w.air, lambda flight: flight.producer in others),
+        copies=r.effects.copies.where(w.copies, lambda copy: copy.life in others),
         seats=tuple(seat.but(ended=frozenset()) for seat in w.seats),
         env=Env.first(w.env.life + 1),
     )

@@ -5,7 +5,7 @@ A to F are the variants of an early draft of the protocol in which small models 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pushkv.core.consumer import ConsumerMachine
@@ -19,11 +19,24 @@ from pushkv.core.states import Receiving, Sending, Target, TargetEvent
 from walk.rank_mutants import CoveredByOne, FirstProofIsAll, LossStopsTheOthers, OneSayForAll, StopsOneRank
 from walk.rules import Rules
 from walk.search import Walked, hunt
+from walk.slot_mutants import (
+    AsksOnce,
+    CompleteOnArrival,
+    CountsSlotsTwice,
+    CreditUnchecked,
+    ForgetsGathers,
+    GrantsBeforeProof,
+    KeepsBlocks,
+    OneCreditForAll,
+    ReleasesUnderScatter,
+    StagingFreeOnPost,
+)
 from walk.world import Bounds
 
 CUSTODY, SOURCES, COVERED = "custody ends on proof", "sources are held", "complete means covered"
 ONCE, POSTED, HANGS = "one outcome", "posted once", "nothing hangs"
 AGREE, SUPERSEDED = "agreement", "superseded"
+SCATTERED, BACK, COUNTED = "scattered as landed", "blocks come back", "slots are counted"
 
 QUIET = Bounds(attempts=1, parts=1, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False, losses=False)
 ERRORS = Bounds(attempts=1, parts=1, p_restarts=0, c_restarts=0, preemptions=0, losses=False)
@@ -35,6 +48,9 @@ RANKS = Bounds(
     attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False, losses=False
 )
 RANKS_LOST = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0, write_errors=False)
+LANDS = replace(QUIET, slots=1)
+SLOTS = replace(QUIET, slots=2, staging=2, slot_tokens=1)
+ONE_SLOT = replace(SLOTS, slots=1, staging=1)
 TCP = Bounds(attempts=1, parts=1, c_restarts=0, preemptions=0, write_errors=False, losses=False, death_is_proof=True)
 
 
@@ -357,6 +373,16 @@ MUTANTS = (
     Mutant("loss for all", "rule 1: a rank's loss stops no other", CUSTODY, RANKS_LOST, consumer=LossStopsTheOthers),
     Mutant("covered by one", "rule 4: covered from every rank", COVERED, RANKS, consumer=CoveredByOne),
     Mutant("stops one rank", "rule 3: one outcome over all ranks", HANGS, RANKS, consumer=StopsOneRank),
+    Mutant("slot frees", "rule 1: a slot is granted again on proof", CUSTODY, LANDS, consumer=GrantsBeforeProof),
+    Mutant("any credit", "rule 5: a credit fits exactly", SCATTERED, ONE_SLOT, consumer=CreditUnchecked),
+    Mutant("gives twice", "rule 9: a slot is given back once", COUNTED, LANDS, consumer=CountsSlotsTwice),
+    Mutant("under scatter", "rule 1: blocks wait for scatters", CUSTODY, LANDS, consumer=ReleasesUnderScatter),
+    Mutant("on arrival", "rule 3: complete when scattered", COVERED, LANDS, consumer=CompleteOnArrival),
+    Mutant("keeps blocks", "rule 1: blocks wait for nothing else", BACK, LANDS, consumer=KeepsBlocks),
+    Mutant("one credit", "rule 4: a credit is good for one part", CUSTODY, SLOTS, OneCreditForAll),
+    Mutant("staging frees", "rule 2: a slot is held while a WRITE reads it", SOURCES, ONE_SLOT, StagingFreeOnPost),
+    Mutant("gathers", "rule 2: blocks are held while a gather reads them", SOURCES, LANDS, ForgetsGathers),
+    Mutant("asks once", "rule 6: Ready is resent", HANGS, LANDS, AsksOnce),
 )
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -22,12 +22,13 @@ from multiprocessing.queues import Queue
 from queue import Empty
 from typing import Any
 
+from walk.bits import Bits
 from walk.errors import Violation
 from walk.machines import Machines, freeze
 from walk.moves import Moves
 from walk.rules import Net, Rules
 from walk.search import Covered, Walked
-from walk.world import Bits, Bounds, Env, Seat, World, one_of_a_kind
+from walk.world import Bounds, Env, Seat, World, one_of_a_kind
 
 Wire = tuple[int, ...]
 BATCH = 2000
@@ -145,13 +146,13 @@ class Kinds:
     def wire(self, w: World) -> Wire:
         """A world as numbers."""
         seats = (self.number(seat) for seat in w.seats)
-        return (*w.ps, *w[1:7], *seats, self.number(w.env))
+        return (*w.ps, *w[1:8], *seats, self.number(w.env))
 
     def world(self, wire: Wire) -> World:
         """The world that numbers stand for."""
-        ranks = (len(wire) - 7) // 2
-        *seats, env = (self._things[number] for number in wire[ranks + 6 :])
-        return World(wire[:ranks], *wire[ranks : ranks + 6], tuple(seats), env)
+        ranks = (len(wire) - 8) // 2
+        *seats, env = (self._things[number] for number in wire[ranks + 7 :])
+        return World(wire[:ranks], *wire[ranks : ranks + 7], tuple(seats), env)
 
 
 @dataclass
@@ -274,6 +275,7 @@ def shared_rules(shared: Shared, log: Log) -> Rules:
     for bits, shared_bits, kind in (
         (rules.net, SharedNet, "message"),
         (rules.effects.flights, SharedBits, "flight"),
+        (rules.effects.copies, SharedBits, "copy"),
     ):
         bits.__class__ = shared_bits
         bits.share(log, kind)  # type: ignore[attr-defined]

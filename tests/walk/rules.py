@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from pushkv.core.commands import Command, Post, Send
+from pushkv.core.commands import Command, Post, PostSlot, Send
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.limits import Limits
 from pushkv.core.messages import Complete, Offer
 from pushkv.core.producer import ProducerMachine
-from walk import facts
+from pushkv.core.ring import SlotPool
+from walk import facts, slots
+from walk.bits import Bits
 from walk.errors import Violation
 from walk.machines import Machines
 from walk.timing import check_consumer, check_producer, consumer_due, producer_due
 from walk.world import (
     Arrived,
-    Bits,
     Bounds,
     Effects,
     Env,
+    Landed,
     Owes,
     Seat,
     World,
@@ -169,33 +171,39 @@ class Rules:
         self.trying: tuple[Any, ...] = ()
         """The move that is being made, for who wants to know which one broke a rule."""
         self.net = Net()
-        self.effects = Effects()
+        self.effects = Effects(lambda c: self.cs.fact(c, slots.berths))
         self.ps: Machines[ProducerMachine] = Machines(check_producer)
         self.cs: Machines[ConsumerMachine] = Machines(check_consumer)
         self.p = Side(self.ps, self.net, producer_due, facts.idle_at_producer, exact)
         self.c = Side(self.cs, self.net, consumer_due, facts.idle_at_consumer, exact)
         self._views_p: dict[tuple[int, int, str], View] = {}
         self._views_c: dict[tuple[int, int, Names], View] = {}
-        self._arrived: dict[int, Arrived] = {}
+        self._arrived: dict[int, tuple[Arrived, Landed]] = {}
         self._sending: dict[tuple[tuple[int, ...], int], int] = {}
         self._compared: dict[tuple[Any, ...], tuple[tuple[Seat, ...], Env]] = {}
 
     def new_p(self, seat: Seat, rank: int) -> int:
         """A producer that has just started."""
-        return self.ps.number(self.producer(rank, seat.name, LIMITS))
+        staging = SlotPool(self.bounds.staging if self.bounds.slots else 0)
+        return self.ps.number(self.producer(rank, seat.name, LIMITS, slots=staging))
 
     def new_c(self) -> int:
         """A consumer that has just started."""
-        return self.cs.number(self.consumer(LIMITS, nonce_of))
+        return self.cs.number(self.consumer(LIMITS, nonce_of, slots=SlotPool(self.bounds.slots)))
+
+    def connecting(self, env: Env, rank: int) -> tuple[Any, ...]:
+        """How a producer is told that the consumer is connected."""
+        cut = (slots.Cuts(self.bounds.slot_tokens),) if self.bounds.slots else ()
+        return ("connected", env.c_name, Owes(rank), 0.0, *cut)
 
     def start(self) -> World:
         """The world before anything has happened: the consumer and every rank are connected."""
         env, seats = Env.first(), tuple(Seat.first(rank) for rank in range(self.bounds.ranks))
         c, ps = self.new_c(), []
         for rank, seat in enumerate(seats):
-            ps.append(self.ps.step(self.new_p(seat, rank), "connected", env.c_name, Owes(rank), 0.0).after)
+            ps.append(self.ps.step(self.new_p(seat, rank), *self.connecting(env, rank)).after)
             c = self.cs.step(c, "connected", seat.name, 0.0).after
-        return self.normal(World(tuple(ps), c, 0, 0, 0, 0, 0, seats, env))
+        return self.normal(World(tuple(ps), c, 0, 0, 0, 0, 0, 0, seats, env))
 
     # One machine moves
 
@@ -228,10 +236,10 @@ class Rules:
 
     def after_p(self, w: World, rank: int, move: Move, seat: Seat) -> World:
         """The world after a producer's machine has moved, and its engine has come to this."""
-        ps, c, to_p, to_c, air, untold, posted, seats, env = w
+        ps, c, to_p, to_c, air, untold, posted, copies, seats, env = w
         if seat is not seats[rank]:
             seats = put(seats, rank, seat)
-        after = World(put(ps, rank, move.after), c, to_p, to_c | move.sent, air, untold, posted, seats, env)
+        after = World(put(ps, rank, move.after), c, to_p, to_c | move.sent, air, untold, posted, copies, seats, env)
         if not move.commands:
             return after
         self._check_superseded(move)
@@ -239,28 +247,36 @@ class Rules:
 
     def _check_superseded(self, move: Move) -> None:
         for command in move.commands:
-            if isinstance(command, Post):
+            if isinstance(command, (Post, PostSlot)):
                 newest = self.ps.fact(move.after, facts.newest_attempts)
                 if newest.get(command.key.base, 0) > command.key.attempt:
                     raise Violation(f"superseded: {command.key} is posted although a later attempt was offered")
 
     def after_c(self, w: World, move: Move, env: Env) -> World:
         """The world after the consumer's machine has moved, in what has become of the rest."""
-        ps, _, to_p, to_c, air, untold, posted, seats, _ = w
-        after = World(ps, move.after, to_p | move.sent, to_c, air, untold, posted, seats, env)
-        return self.effects.consumer(after, move.commands, self.arrived(to_c)) if move.commands else after
+        ps, _, to_p, to_c, air, untold, posted, copies, seats, _ = w
+        after = World(ps, move.after, to_p | move.sent, to_c, air, untold, posted, copies, seats, env)
+        if move.commands:
+            after = self.effects.consumer(after, move.commands, *self._landed(to_c))
+        if self.bounds.slots:
+            self.effects.slots.check(after)
+        return after
 
     def arrived(self, to_c: int) -> Arrived:
         """What has landed: a notification is there once its bytes have landed."""
+        return self._landed(to_c)[0]
+
+    def _landed(self, to_c: int) -> tuple[Arrived, Landed]:
         known = self._arrived.get(to_c)
         if known is None:
             completes = [p.message for _, p in self.net.each(to_c) if isinstance(p.message, Complete)]
-            known = self._arrived[to_c] = frozenset(
+            arrived = frozenset(
                 (complete.nonce, span.layer_start, token)
                 for complete in completes
                 for span in complete.spans
                 for token in range(span.token_start, span.token_stop)
             )
+            known = self._arrived[to_c] = arrived, slots.landed_in(completes)
         return known
 
     # The normal form
@@ -275,7 +291,7 @@ class Rules:
         * What was posted for an offer of which nothing more can be posted is forgotten, and outcomes that have been
           compared, or that no other outcome will be compared with.
         """
-        ps, c, to_p, to_c, air, untold, posted, seats, env = w
+        ps, c, to_p, to_c, air, untold, posted, copies, seats, env = w
         others = alive(seats)
         while True:
             view_c = self.view_c(c, to_c, others, env)
@@ -295,7 +311,7 @@ class Rules:
             posted = self._still_sending(ps, posted) if posted else 0
             if env.ended or any(seat.ended for seat in seats):
                 seats, env = self._uncompared(ps, to_p, seats, env)
-        return World(ps, c, to_p, to_c, air, untold, posted, seats, env)
+        return World(ps, c, to_p, to_c, air, untold, posted, copies, seats, env)
 
     def _still_sending(self, ps: tuple[int, ...], posted: int) -> int:
         known = self._sending.get((ps, posted))

@@ -12,6 +12,7 @@ from walk.errors import Violation
 from walk.fair import FairWeather
 from walk.moves import Moves
 from walk.rules import Rules
+from walk.slots import Copy
 from walk.world import BLOCKS, Flight, World
 
 
@@ -45,7 +46,7 @@ class Covered:
         return sum(map(len, self._fullest.values()))
 
     def _core(self, w: World) -> tuple[Any, ...]:
-        return (w.ps, w.c, self._rules.arrived(w.to_c), w.air, w.untold, w.posted, w.seats, w.env)
+        return (w.ps, w.c, self._rules.arrived(w.to_c), w.air, w.untold, w.posted, w.copies, w.seats, w.env)
 
     def add(self, w: World) -> bool:
         """Whether the world can do something that none seen before can; it is remembered if so."""
@@ -141,7 +142,10 @@ def words(name: Any) -> str:
     if isinstance(name, TransferKey):
         return f"{name.epoch}#{name.attempt}"
     if isinstance(name, Flight):
-        return f"[{words(name.complete)} of {words(name.key)} from {name.producer} into {BLOCKS[name.block]}]"
+        where = BLOCKS[name.block] if name.staging < 0 else f"slot {name.block}"
+        return f"[{words(name.complete)} of {words(name.key)} from {name.producer} into {where}]"
+    if isinstance(name, Copy):
+        return f"[tokens {name.spans[0].token_start} to {name.spans[-1].token_stop} of {words(name.key)}]"
     if isinstance(name, Complete):
         tokens = [span.token_start for span in name.spans] + [span.token_stop for span in name.spans]
         return f"part {name.part}, tokens {min(tokens)} to {max(tokens)}"

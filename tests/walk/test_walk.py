@@ -40,8 +40,9 @@ def test_a_broken_rule_is_found(mutant: Mutant) -> None:
     [
         Bounds(attempts=1, parts=1, preemptions=0, c_restarts=0),
         Bounds(attempts=1, parts=1, ranks=2, preemptions=0, c_restarts=0, p_restarts=0, losses=False),
+        Bounds(attempts=1, parts=1, preemptions=0, c_restarts=0, p_restarts=0, slots=1, slot_tokens=1),
     ],
-    ids=["one rank", "two ranks"],
+    ids=["one rank", "two ranks", "slots"],
 )
 def test_many_processes_see_what_one_does(bounds: Bounds) -> None:
     one, many = walk(Rules(bounds)), walk_by_many(bounds, 3)

@@ -12,6 +12,7 @@ from pushkv.core.sending import Serving
 from pushkv.core.states import Receiving, Sending, Source, Target
 from walk.errors import Violation
 from walk.machines import freeze
+from walk.slots import check_ring, check_staging
 
 Timer = tuple[Any, ...]
 
@@ -28,6 +29,8 @@ def consumer_needs(machine: ConsumerMachine) -> Iterator[Timer]:
                 yield ("renew", peer)
             if rank.custody is Target.QUARANTINED:
                 yield ("proof", peer)
+    if machine._ring.dry:
+        yield ("ring",)
 
 
 def consumer_due(machine: ConsumerMachine) -> tuple[Timer, ...]:
@@ -48,13 +51,22 @@ def producer_needs(machine: ProducerMachine) -> Iterator[Timer]:
                 yield ("deadline", peer, sequence)
             if serving.state is Sending.FAILING:
                 yield ("failed", peer, sequence)
-            if serving.state in (Sending.OFFERED, Sending.MATCHED) and serving.sent < serving.offer.stop:
+            if serving.state in (Sending.OFFERED, Sending.MATCHED) and serving.unsent:
                 yield ("lease", peer)
+            if serving.state is Sending.MATCHED and _lacks_a_credit(machine, serving):
+                yield ("ready", peer, sequence)
             if serving.custody is Source.STUCK or (customer.lost and serving.reads):
                 yield ("proof", peer)
     for transfer, stage in machine._stages._stages.items():
         if not stage.over:
             yield ("stage", transfer)
+    if machine._staging.dry:
+        yield ("staging",)
+
+
+def _lacks_a_credit(machine: ProducerMachine, serving: Serving) -> bool:
+    parts = (machine._staging.find(write) for write in serving.unposted)
+    return any(packed is not None and packed.credit is None for packed in parts)
 
 
 def producer_due(machine: ProducerMachine) -> tuple[Timer, ...]:
@@ -64,6 +76,8 @@ def producer_due(machine: ProducerMachine) -> tuple[Timer, ...]:
 
 def check_consumer(machine: ConsumerMachine) -> None:
     """Nothing hangs at the consumer, and what is over is offered to no rank any more; raises Violation."""
+    if machine.slots.count:
+        check_ring(machine)
     for key, transfer in machine._transfers.items():
         for peer, rank in transfer.ranks.items():
             if transfer.state is Receiving.OVER and rank.custody in (Target.QUEUED, Target.OFFERED):
@@ -73,6 +87,8 @@ def check_consumer(machine: ConsumerMachine) -> None:
 
 def check_producer(machine: ProducerMachine) -> None:
     """Nothing hangs at the producer, and its books agree; raises Violation."""
+    if machine.slots.count:
+        check_staging(machine)
     served = [serving for customer in machine._book.customers.values() for serving in customer.live.values()]
     assert sorted(map(id, served)) == sorted(map(id, machine._book))
     assert {write for serving in served for write in serving.writes} == set(machine._book._by_write)

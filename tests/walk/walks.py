@@ -22,6 +22,7 @@ class Walk:
         return walk(Rules(self.bounds), fair=self.fair)
 
 
+LANDING = Bounds(parts=1, p_restarts=0, c_restarts=0, preemptions=0, slots=1)
 TWO = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0)
 
 WALKS = (
@@ -67,6 +68,27 @@ WALKS = (
         replace(TWO, refusals=True, write_errors=False, losses=False),
         fair=True,
     ),
+    Walk("slots: 2 attempts, 1 slot; WRITE errors, cancels, losses", LANDING),
+    Walk("slots: 2 attempts, 2 slots; cancels", replace(LANDING, slots=2, write_errors=False, losses=False)),
+    Walk(
+        "slots: 1 attempt, 2 parts, a preemption; copy errors, WRITE errors, cancels, losses; fair weather",
+        replace(LANDING, attempts=1, parts=2, slot_tokens=1, preemptions=1, copy_errors=True),
+        fair=True,
+    ),
+    Walk(
+        "slots: 1 attempt of 2 slots at once, copy errors; cancels, losses; fair weather",
+        replace(LANDING, attempts=1, slots=2, staging=2, slot_tokens=1, copy_errors=True, write_errors=False),
+        fair=True,
+    ),
+    Walk(
+        "slots: 1 attempt, staged twice, refusals; cancels, losses; fair weather",
+        replace(LANDING, attempts=1, stagings=2, refusals=True, write_errors=False),
+        fair=True,
+    ),
+    Walk(
+        "slots: 1 attempt, a restart a side; cancels",
+        replace(LANDING, attempts=1, p_restarts=1, c_restarts=1, write_errors=False, losses=False),
+    ),
 )
 
 LARGER_WALKS = (
@@ -74,6 +96,8 @@ LARGER_WALKS = (
     Walk("2 attempts, a restart a side", Bounds(parts=1, preemptions=0)),
     Walk("2 attempts, 2 parts, a producer's restart", Bounds(c_restarts=0, preemptions=0)),
     Walk("2 attempts, 2 parts, a consumer's restart", Bounds(p_restarts=0, preemptions=0)),
+    Walk("slots: 2 attempts, 2 slots; WRITE errors, cancels, losses; fair weather", replace(LANDING, slots=2), True),
+    Walk("slots: 2 attempts of 2 parts, 1 slot; WRITE errors, cancels, losses", replace(LANDING, slot_tokens=1)),
 )
 
 EVERYTHING = Walk("everything: 2 attempts, 2 parts, a preemption, a restart a side", Bounds())

@@ -14,23 +14,28 @@ given back while a WRITE may read them. The world is meaner than any network or 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from pushkv.core.commands import Command, Ended, Post, Released, StageEnded, StageReleased
-from pushkv.core.messages import Blocks, Cancel, Complete, Failed, Table, TransferKey
+from pushkv.core.commands import Command, Ended, Gather, Post, PostSlot, Released, Scatter, StageEnded, StageReleased
+from pushkv.core.messages import Blocks, Cancel, Complete, Credit, Failed, Ring, Table, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
+from walk.bits import Bits
 from walk.errors import Violation
 from walk.machines import plain
+from walk.slots import Berths, SlotRules, check_block, gather_of, scatter_of
 
 T = TypeVar("T")
 K = TypeVar("K", bound="_OfAKind")
 Arrived: TypeAlias = frozenset[tuple[bytes, int, int]]
 """What has landed: the nonce of its offer, the rank, the token."""
+Landed: TypeAlias = frozenset[tuple[Credit, tuple[Span, ...]]]
+"""What has landed in which slot."""
 
 PROMPT = b"p" * 32
 OTHER_PROMPT = b"q" * 32
@@ -42,7 +47,8 @@ RANKS = "pq"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the world may do, and how often.
+    """What the world may do, and how often. With ``slots`` all parts land: in as many landing slots, from ``staging``
+    staging slots a rank, each of ``slot_tokens`` tokens; ``copy_errors``: gathers and scatters may fail.
 
     ``attempts`` are offers of one transfer by the consumer's first life (a later life makes one), each to all
     ``ranks`` of the producer; ``stagings`` is how often a rank's engine begins to stage it, in at most ``parts``.
@@ -62,6 +68,10 @@ class Bounds:
     write_errors: bool = True
     losses: bool = True
     refusals: bool = False
+    slots: int = 0
+    staging: int = 1
+    slot_tokens: int = 2
+    copy_errors: bool = False
     death_is_proof: bool = False
     """A wrong transport: it takes a producer's death for proof although bytes still travel."""
 
@@ -82,6 +92,8 @@ class _Env(NamedTuple):
     offered: int = 0
     owners: tuple[TransferKey | None, ...] = (None,) * len(BLOCKS)
     ended: frozenset[tuple[TransferKey, str]] = frozenset()
+    scattered: frozenset[tuple[TransferKey, int, int]] = frozenset()
+    """Of transfers that are open: the ranks' tokens that are in their blocks."""
 
 
 class _OfAKind:
@@ -155,6 +167,8 @@ class World(NamedTuple):
     """WRITEs whose end their producer has not been told."""
     posted: int
     """WRITEs ever posted for offers that their producer still serves."""
+    copies: int
+    """Gathers and scatters under way."""
     seats: tuple[Seat, ...]
     env: Env
 
@@ -168,7 +182,7 @@ class World(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """One WRITE, from one life to another."""
+    """One WRITE, from one life to another. ``block`` is the target block; a landing slot where it lands in one."""
 
     producer: str
     consumer: str
@@ -176,6 +190,8 @@ class Flight(NamedTuple):
     key: TransferKey
     block: int
     complete: Complete
+    staging: int = -1
+    """The staging slot that it reads; -1 where it reads blocks."""
 
     @property
     def tokens(self) -> set[int]:
@@ -192,38 +208,6 @@ def put(row: tuple[T, ...], index: int, thing: T) -> tuple[T, ...]:
 def alive(seats: tuple[Seat, ...]) -> tuple[str, ...]:
     """The epochs of the producer ranks that run."""
     return tuple(seat.name for seat in seats if seat.alive)
-
-
-class Bits:
-    """Things by bit number."""
-
-    def __init__(self) -> None:
-        self.things: list[Any] = []
-        self._bits: dict[Any, int] = {}
-
-    def of(self, thing: Any) -> int:
-        """The mask with this thing's bit."""
-        known = self._bits.get(thing)
-        return self.add(thing) if known is None else known
-
-    def add(self, thing: Any) -> int:
-        """Give a new thing the next bit."""
-        bit = self._bits[thing] = 1 << len(self.things)
-        self.things.append(thing)
-        return bit
-
-    def each(self, mask: int) -> list[tuple[int, Any]]:
-        """The things in a mask, each with its bit."""
-        found = []
-        while mask:
-            bit = mask & -mask
-            found.append((bit, self.things[bit.bit_length() - 1]))
-            mask ^= bit
-        return found
-
-    def where(self, mask: int, wanted: Any) -> int:
-        """The mask of those for which ``wanted`` holds."""
-        return sum(bit for bit, thing in self.each(mask) if wanted(thing))
 
 
 class Owes(NamedTuple):
@@ -250,7 +234,7 @@ def block_table(block: int) -> Blocks:
     return Blocks((Table(0, struct.pack("<i", block)),))
 
 
-def block_of(blocks: Blocks) -> int:
+def block_of(blocks: Blocks | Ring) -> int:
     """The one block of a table."""
     block: int = struct.unpack("<i", blocks.tables[0].ids)[0]
     return block
@@ -269,15 +253,19 @@ def plain_message(message: Any) -> Any:
 class Effects:
     """Carries out what a machine commanded besides messages, and raises Violation where that breaks a rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, berths: Callable[[int], Berths]) -> None:
         self.flights = Bits()
+        self.copies = Bits()
+        self.slots = SlotRules(self.flights, self.copies, berths)
 
     def producer(self, w: World, rank: int, commands: tuple[Command, ...], alone: bool) -> World:
         """``alone``: the machine was moved by its own deadline or by a loss, not by the consumer's word."""
         for command in commands:
             seat = w.seats[rank]
-            if isinstance(command, Post):
+            if isinstance(command, (Post, PostSlot)):
                 w = self._post(w, seat, command)
+            elif isinstance(command, Gather):
+                w = self._gather(w, seat, command)
             elif isinstance(command, Ended):
                 w = w.with_seat(rank, _ended_p(seat, command, alone))
                 agree(w.seats, w.env)
@@ -288,21 +276,40 @@ class Effects:
                 w = w.with_seat(rank, seat.but(staged=0))
         return w
 
-    def _post(self, w: World, seat: Seat, post: Post) -> World:
-        flight = Flight(seat.name, post.peer, post.write, post.key, block_of(post.target), post.complete)
+    def _gather(self, w: World, seat: Seat, command: Gather) -> World:
+        if seat.staged == 0:
+            raise Violation(f"sources are held: a part of {command.key} is gathered from blocks that were given back")
+        copy = gather_of(seat.name, command, block_of(command.target))
+        self.slots.gather(w, copy)
+        return w._replace(copies=w.copies | self.copies.of(copy))
+
+    def _post(self, w: World, seat: Seat, post: Post | PostSlot) -> World:
+        flight = _flight(seat, post)
         for _, earlier in self.flights.each(w.posted):
             if earlier.key == post.key and earlier.producer == seat.name and earlier.tokens & flight.tokens:
                 raise Violation(f"posted once: tokens {flight.tokens} of {post.key} are posted again")
-        if seat.staged == 0:
+        if isinstance(post, PostSlot):
+            self.slots.post(w, flight)
+        elif seat.staged == 0:
             raise Violation(f"sources are held: a WRITE of {post.key} is posted from blocks that were given back")
         bit = self.flights.of(flight)
         w = w._replace(air=w.air | bit, untold=w.untold | bit, posted=w.posted | bit)
         self.check_targets(w, bit)
+        if isinstance(post, PostSlot):
+            self.slots.check(w)
         return w
 
     def check_targets(self, w: World, mask: int) -> None:
-        """A WRITE under way can land at the next moment: the owner of its block must be its own transfer now."""
+        """A WRITE under way can land at the next moment: the owner of its block must be its own transfer now.
+
+        So it is with a scatter.
+        """
+        for _, copy in self.copies.each(w.copies):
+            if copy.life == w.env.c_name:
+                check_block(copy, w.env.owners[copy.block])
         for _, flight in self.flights.each(w.air & mask):
+            if flight.staging >= 0:
+                continue
             owner = w.env.owners[flight.block]
             if flight.consumer == w.env.c_name and owner != flight.key:
                 whose = f"{owner}'s" if owner else "somebody else's"
@@ -312,14 +319,22 @@ class Effects:
 
     def _check_sources(self, w: World, seat: Seat) -> None:
         for _, flight in self.flights.each(w.air):
-            if flight.producer == seat.name:
+            if flight.producer == seat.name and flight.staging < 0:
                 raise Violation(f"sources are held: a WRITE of {flight.key} reads blocks that were given back")
+        for _, copy in self.copies.each(w.copies):
+            if copy.life == seat.name:
+                raise Violation(f"sources are held: a gather of {copy.key} reads blocks that were given back")
 
-    def consumer(self, w: World, commands: tuple[Command, ...], arrived: Arrived) -> World:
+    def consumer(self, w: World, commands: tuple[Command, ...], arrived: Arrived, landed: Landed) -> World:
         """Blocks that are released are nobody's, and outcomes are compared with what has landed."""
         for command in commands:
-            if isinstance(command, Ended):
-                w = w._replace(env=_ended_c(w.env, command, arrived, len(w.seats)))
+            if isinstance(command, Scatter):
+                copy = scatter_of(w.env.c_name, command, block_of(command.target))
+                self.slots.scatter(copy, landed, w.env.owners[copy.block])
+                w = w._replace(copies=w.copies | self.copies.of(copy))
+            elif isinstance(command, Ended):
+                lands = bool(landed) or bool(w.env.scattered)
+                w = w._replace(env=_ended_c(w.env, command, arrived, len(w.seats), lands))
                 agree(w.seats, w.env)
             elif isinstance(command, Released):
                 owners = tuple(None if owner == command.key else owner for owner in w.env.owners)
@@ -335,7 +350,16 @@ def _ended_p(seat: Seat, end: Ended, alone: bool) -> Seat:
     return seat.but(ended=seat.ended | {(end.key, how)})
 
 
-def _ended_c(env: Env, end: Ended, arrived: Arrived, ranks: int) -> Env:
+def _flight(seat: Seat, post: Post | PostSlot) -> Flight:
+    if isinstance(post, Post):
+        return Flight(seat.name, post.peer, post.write, post.key, block_of(post.target), post.complete)
+    assert post.complete.credit is not None
+    return Flight(
+        seat.name, post.peer, post.write, post.key, post.complete.credit.slot, post.complete, post.slot
+    )  # fmt: skip
+
+
+def _ended_c(env: Env, end: Ended, arrived: Arrived, ranks: int, lands: bool) -> Env:
     if any(key == end.key for key, _ in env.ended):
         raise Violation(f"one outcome: {end.key} ends a second time at the consumer, {end.outcome.value}")
     how = "rejected" if end.outcome.rejected else "other"
@@ -347,7 +371,10 @@ def _ended_c(env: Env, end: Ended, arrived: Arrived, ranks: int) -> Env:
         if missing:
             lacks = ", ".join(f"token {token} of rank {RANKS[rank]}" for rank, token in missing)
             raise Violation(f"complete means covered: {end.key} is complete without {lacks}")
-    return env.but(ended=env.ended | {(end.key, how)})
+        if lands and sum(key == end.key for key, _, _ in env.scattered) != ranks * TOKENS:
+            raise Violation(f"complete means covered: {end.key} is complete and not in its block yet")
+    rest = frozenset(one for one in env.scattered if one[0] != end.key)
+    return env.but(ended=env.ended | {(end.key, how)}, scattered=rest)
 
 
 def agree(seats: tuple[Seat, ...], env: Env) -> None:

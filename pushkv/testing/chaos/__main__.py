@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pushkv.testing.broken import Broken
 from pushkv.testing.chaos.parent import Chaos, Figures
+from pushkv.testing.chaos.tasks import How
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,13 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="what is done, and to whom (default 1)")
     parser.add_argument("--tls", default="", help="UCX_TLS of the processes, as tcp (default: UCX's choice)")
     parser.add_argument("--every", type=float, default=1.5, help="mean seconds between two blows (default 1.5)")
+    parser.add_argument("--landing", action="store_true", help="have all parts go through landing slots")
+    parser.add_argument("--verify", action="store_true", help="verify bytes")
     args = parser.parse_args(argv)
     if args.tls:
         os.environ["UCX_TLS"] = args.tls
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     figures = Figures(args.seed, os.environ.get("UCX_TLS", ""))
     try:
-        Chaos(figures, args.every).run(args.seconds)
+        Chaos(figures, args.every, How(args.landing, args.verify)).run(args.seconds)
     except Broken:
         print(figures.report())
         return 1

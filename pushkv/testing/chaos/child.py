@@ -26,10 +26,13 @@ from pushkv.testing.chaos.tasks import (
     CONTENT,
     LAYERS,
     MOST_TOKENS,
+    SLOT_BYTES,
+    SLOTS,
     TOKENS,
     Answer,
     Close,
     Closed,
+    How,
     Job,
     Report,
     State,
@@ -136,12 +139,16 @@ def digest(job: Job, other: bool = False) -> bytes:
     return hashlib.blake2b(f"{job.prompt} {other}".encode(), digest_size=32).digest()
 
 
-def config(engine: str, bind: str) -> EndpointConfig:
+def config(engine: str, bind: str, how: How) -> EndpointConfig:
     """An endpoint's settings."""
-    return EndpointConfig(engine=engine, bind=bind or "127.0.0.1:0", limits=LIMITS, silence=2.5)
+    return EndpointConfig(
+        engine=engine, bind=bind or "127.0.0.1:0", limits=LIMITS, silence=2.5,
+        landing="landing" if how.landing else "direct", slot_bytes=SLOT_BYTES, landing_bytes=SLOTS * SLOT_BYTES,
+        verify="checksum" if how.verify else "off",
+    )  # fmt: skip
 
 
-def live(pipe: Connection, kind: str, engine: str, bind: str) -> None:
+def live(pipe: Connection, kind: str, engine: str, bind: str, how: How) -> None:
     """The child's whole life; it ends with its parent's."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     logging.getLogger("pushkv").setLevel(logging.CRITICAL)
@@ -149,7 +156,7 @@ def live(pipe: Connection, kind: str, engine: str, bind: str) -> None:
     from pushkv.testing.chaos.producer import ProducerChild
 
     try:
-        (ProducerChild if kind == "producer" else ConsumerChild)(pipe, engine, bind).run()
+        (ProducerChild if kind == "producer" else ConsumerChild)(pipe, engine, bind, how).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
     except Broken as error:

@@ -16,7 +16,7 @@ from pushkv.errors import PushKVError
 from pushkv.runtime.consumer import Consumer, Link, Transfer
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.chaos.child import Child, config, digest, places
-from pushkv.testing.chaos.tasks import TOKENS, Know, Offer, Outcomes, Skipped, State, Task, Up
+from pushkv.testing.chaos.tasks import TOKENS, How, Know, Offer, Outcomes, Skipped, State, Task, Up
 from pushkv.testing.patterns import HOLE
 
 RETRY = 0.02
@@ -40,9 +40,9 @@ class Receipt:
 class ConsumerChild(Child):
     """Connects, offers, cancels."""
 
-    def __init__(self, pipe: Connection, engine: str, bind: str) -> None:
+    def __init__(self, pipe: Connection, engine: str, bind: str, how: How) -> None:
         super().__init__(pipe, engine)
-        self._consumer = Consumer(config(engine, ""), self.cache)
+        self._consumer = Consumer(config(engine, "", how), self.cache)
         self._receipts: dict[TransferKey, Receipt] = {}
         self._links: dict[str, Link] = {}
         self._addresses: tuple[str, ...] = ()

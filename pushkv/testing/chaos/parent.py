@@ -21,6 +21,7 @@ from pushkv.testing.chaos.tasks import (
     Answer,
     Close,
     Closed,
+    How,
     Know,
     Outcomes,
     Report,
@@ -36,6 +37,8 @@ GRACE = 25.0
 OPEN = 24
 """Requests that are open at once."""
 RETRIES = 2
+COUNTED = ("lives", "transfer threads given up", "gathers", "scatters", "bytes verified", "parts that differ")
+"""What endpoints count that is told besides their proofs."""
 
 
 @dataclass
@@ -94,7 +97,7 @@ class Figures:
             "outcomes at producers": counts(self.producers),
             "apart (producer / consumer)": counts(self.apart),
             "done to them": counts(self.deeds),
-            "proofs": counts(self.proofs),
+            "proofs and other counts": counts(self.proofs),
             "bytes that landed late, in kept blocks": self.late_bytes,
             "blocks without proof until the end": self.waiting,
             "verdict": f"BROKEN: {self.failure}" if self.failure else "every rule held",
@@ -105,8 +108,8 @@ class Figures:
 class Chaos:
     """Runs it. Seats 0 and 1 are producers, 2 and 3 consumers."""
 
-    def __init__(self, figures: Figures, every: float = 1.5) -> None:
-        self.figures = figures
+    def __init__(self, figures: Figures, every: float = 1.5, how: How = How()) -> None:  # noqa: B008  # it is frozen
+        self.figures, self._how = figures, how
         self._rng = random.Random(f"chaos {figures.seed}")
         self._blows: Iterator[Blow] = blows(figures.seed, every)
         self._plans: Iterator[Plan] = plans(figures.seed)
@@ -141,7 +144,7 @@ class Chaos:
         kind = "producer" if seat < 2 else "consumer"
         bind = self._addresses[seat].removeprefix("tcp://") if seat < 2 else ""
         engine = f"p{seat}" if seat < 2 else f"d{seat - 2}"
-        process = self._context.Process(target=live, args=(theirs, kind, engine, bind), daemon=True)
+        process = self._context.Process(target=live, args=(theirs, kind, engine, bind, self._how), daemon=True)
         process.start()
         theirs.close()
         self._children[seat] = Child(process, ours)
@@ -317,6 +320,8 @@ class Chaos:
         while any(state.held for state in self._ask()) and time.monotonic() < end:
             self._listen(0.1)
         self.figures.waiting = sum(state.held for state in self._ask())
+        if self._how.landing and self.figures.waiting:
+            raise Broken(Rule.LOST, f"{self.figures.waiting} blocks wait for proof, which no WRITE can reach")
         self._check_agreement()
         for seat in self._rng.choice([(0, 1), (2, 3)]):
             self._kill(seat)
@@ -333,7 +338,7 @@ class Chaos:
     def _count(self, state: State) -> None:
         self.figures.late_bytes += state.late_bytes
         for name, count in state.stats.items():
-            if name.startswith("proof") or name in ("lives", "transfer threads given up"):
+            if name.startswith("proof") or name in COUNTED:
                 self.figures.proofs[name.removeprefix("proof: ")] += count
 
     def _check_agreement(self) -> None:

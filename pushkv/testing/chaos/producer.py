@@ -11,7 +11,7 @@ from pushkv.core.commands import Command, Ended, StageEnded, StageReleased
 from pushkv.runtime.producer import Producer
 from pushkv.testing.broken import Broken, Rule
 from pushkv.testing.chaos.child import Child, config, digest, places
-from pushkv.testing.chaos.tasks import TOKENS, Outcomes, Stage, State, Task, Up
+from pushkv.testing.chaos.tasks import TOKENS, How, Outcomes, Stage, State, Task, Up
 
 RETRY = 0.02
 
@@ -31,9 +31,9 @@ class Work:
 class ProducerChild(Child):
     """Computes, stages, is preempted, aborts."""
 
-    def __init__(self, pipe: Connection, engine: str, bind: str) -> None:
+    def __init__(self, pipe: Connection, engine: str, bind: str, how: How) -> None:
         super().__init__(pipe, engine)
-        self._producer = Producer(config(engine, bind), self.cache)
+        self._producer = Producer(config(engine, bind, how), self.cache)
         self._works: dict[str, Work] = {}
         self.say(Up(self._producer.address))
 

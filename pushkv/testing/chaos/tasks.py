@@ -9,6 +9,16 @@ LAYERS, TOKENS, CONTENT = 2, 4, 32 << 10
 """Layers, tokens a block, bytes a token and layer: blocks of 256 KiB."""
 BLOCKS = 160
 MOST_TOKENS = 64
+SLOT_BYTES, SLOTS = 8 * LAYERS * CONTENT, 8
+"""Of each side, where parts land in slots: few, so that they run dry."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How bytes cross: whether all parts go through slots, and whether they are verified."""
+
+    landing: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from pushkv.core.limits import Limits
 from pushkv.errors import ConfigError
 
 Layout = Literal["block", "engine", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+Landing = Literal["device", "auto", "direct", "landing"]
+GPU_SLOT = 256 << 20
+"""Bytes of a slot on a GPU: what is done for a part takes longer than copying a small one."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +31,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first connection may take. ``silence`` and ``stall`` are :class:`pushkv.EndpointConfig`'s: after how many seconds
     a peer without a word counts as lost, and a call into the data mover as stuck; longer ones suit a machine whose
     processors are taken.
+
+    ``landing``, ``landing_bytes`` and ``slot_bytes`` are :class:`pushkv.EndpointConfig`'s. By default GPUs get
+    ``auto`` with four slots of 256 MiB, whose memory is taken beside the engine's, and everything else ``direct``.
 
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
@@ -49,6 +55,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     silence: float = 5.0
     stall: float = 5.0
     layout: Layout = "block"
+    landing: Landing = "device"
+    landing_bytes: int = 0
+    slot_bytes: int = 0
     model: str = ""
     idle_wait: float = 0.003
     nixl: NixlConfig = NixlConfig()
@@ -63,8 +72,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give one from 0 (any free one) to 65535.")
 
-    def endpoint(self, engine: str, rank: int, port: int) -> EndpointConfig:
-        """The settings of one rank's endpoint."""
+    def endpoint(self, engine: str, rank: int, port: int, device: str) -> EndpointConfig:
+        """The settings of one rank's endpoint; ``device`` is the type of what its cache lies on."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         told = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
         return EndpointConfig(
@@ -81,9 +90,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stall=self.stall,
             nixl=self.nixl,
             limits=self.limits,
+            **self._landing(device),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,
         )
+
+    def _landing(self, device: str) -> dict[str, Any]:
+        gpu = device == "cuda"
+        way = self.landing if self.landing != "device" else "auto" if gpu else "direct"
+        slot = self.slot_bytes or (GPU_SLOT if gpu else 0)
+        sizes = {"landing_bytes": self.landing_bytes or (4 * slot if slot else 0), "slot_bytes": slot}
+        return {"landing": way, **{name: size for name, size in sizes.items() if size}}
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> Settings:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pushkv import Kind, KVCache, Shard, shard
+from pushkv.backends.base import device_type_of
 from pushkv.core.geometry import CacheGroup
 from pushkv.core.layouts import Array, Packing, group_of_layers, group_of_tensor, place_array, vllm_cpu
 from pushkv.core.memory import Region
@@ -55,6 +56,11 @@ class EngineCache:
     cache: KVCache
     owners: tuple[int, ...]
     ratios: tuple[int, ...]
+
+    @property
+    def device(self) -> str:
+        """The type of the device that the cache lies on."""
+        return device_type_of(self.cache.arrays[0]) if self.cache.arrays else ""
 
     def tables(self, tables: Sequence[Sequence[int]]) -> list[Ids]:
         """The engine's block tables as tables of our groups, in blocks of the kernel's."""

@@ -91,7 +91,7 @@ class WorkerHalf:
         if config.is_kv_producer:
             first = settings.port + int(getattr(parallel, "data_parallel_index", 0) or 0)
             producer = Producer(
-                settings.endpoint(engine, ranks.rank, first if ranks.rank == 0 else 0),
+                settings.endpoint(engine, ranks.rank, first if ranks.rank == 0 else 0, cache.device),
                 cache.cache,
                 transport=self._transport,
             )
@@ -110,7 +110,10 @@ class WorkerHalf:
         everybody = ranks.gather(geometry)
         fellows = [one for rank, one in enumerate(everybody) if rank != ranks.rank]
         consumer = Consumer(
-            settings.endpoint(engine, ranks.rank, 0), cache.cache, fellows=fellows, transport=self._transport
+            settings.endpoint(engine, ranks.rank, 0, cache.device),
+            cache.cache,
+            fellows=fellows,
+            transport=self._transport,
         )
         recompute = self._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         if not compat.fails_by_request() and len(self._kv_cache_config.kv_cache_groups) > 1:

@@ -84,14 +84,14 @@ def test_parameters_that_are_no_mapping_and_a_sibling_too_many() -> None:
 
 class TestSettings:
     def test_defaults_stay_on_this_machine(self) -> None:
-        endpoint = read_settings(None).endpoint("P0", 1, 0)
+        endpoint = read_settings(None).endpoint("P0", 1, 0, "cpu")
         assert (endpoint.bind, endpoint.advertise, endpoint.engine, endpoint.rank) == ("127.0.0.1:0", "", "P0", 1)
 
     def test_beyond_it(self) -> None:
         nixl = {"backend": "LIBFABRIC"}
         where = {"host": "0.0.0.0", "advertise": "10.0.0.7", "key_file": "k"}
         settings = read_settings({**where, "nixl": nixl, "silence": 20, "stall": 30})
-        endpoint = settings.endpoint("P0", 0, 7100)
+        endpoint = settings.endpoint("P0", 0, 7100, "cpu")
         assert (endpoint.bind, endpoint.advertise) == ("0.0.0.0:7100", "10.0.0.7:0")
         assert endpoint.nixl.backend == "LIBFABRIC"
         assert (endpoint.silence, endpoint.stall) == (20, 30)
@@ -110,3 +110,23 @@ class TestSettings:
     def test_what_is_wrong_is_named(self, given: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             read_settings(given)
+
+
+@pytest.mark.parametrize(
+    ("extra", "device", "way", "slots"),
+    [
+        ({}, "cpu", "direct", None),
+        ({}, "cuda", "auto", (4 << 28, 1 << 28)),
+        ({"landing": "direct"}, "cuda", "direct", None),
+        ({"landing": "landing"}, "cpu", "landing", None),
+        ({"slot_bytes": 1 << 20}, "cuda", "auto", (4 << 20, 1 << 20)),
+        ({"landing": "auto", "landing_bytes": 1 << 25, "slot_bytes": 1 << 20}, "cpu", "auto", (1 << 25, 1 << 20)),
+    ],
+)
+def test_gpus_get_landing_slots_and_others_none(
+    extra: dict[str, object], device: str, way: str, slots: tuple[int, int] | None
+) -> None:
+    endpoint = read_settings(extra).endpoint("P0", 0, 0, device)
+    assert endpoint.landing == way
+    if slots is not None:
+        assert (endpoint.landing_bytes, endpoint.slot_bytes) == slots

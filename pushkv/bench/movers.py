@@ -10,6 +10,7 @@ import numpy as np
 from pushkv.bench.alone import Alone, Ids
 from pushkv.bench.engine import Memory
 from pushkv.bench.workload import Mode, Prefilled, Request, ServeSettings
+from pushkv.config import EndpointConfig
 from pushkv.errors import BenchError
 
 CONNECT_S = 30.0
@@ -141,13 +142,17 @@ class PullTarget(Target):
         return done
 
 
+def _config(engine: str, settings: ServeSettings) -> EndpointConfig:
+    return EndpointConfig(engine=engine, silence=SILENCE_S, landing=settings.landing)
+
+
 class PushSource(Source):
     """PushKV's producer; with ``stream`` it is told of each chunk."""
 
-    def __init__(self, memory: Memory, *, stream: bool) -> None:
-        from pushkv import EndpointConfig, Producer
+    def __init__(self, memory: Memory, settings: ServeSettings, *, stream: bool) -> None:
+        from pushkv import Producer
 
-        self._producer = Producer(EndpointConfig(engine="prefill", silence=SILENCE_S), memory.cache)
+        self._producer = Producer(_config("prefill", settings), memory.cache)
         self._stream = stream
 
     @property
@@ -181,10 +186,10 @@ class PushTarget(Target):
 
     early = checks = True
 
-    def __init__(self, memory: Memory) -> None:
-        from pushkv import Consumer, EndpointConfig
+    def __init__(self, memory: Memory, settings: ServeSettings) -> None:
+        from pushkv import Consumer
 
-        self._consumer = Consumer(EndpointConfig(engine="decode", silence=SILENCE_S), memory.cache)
+        self._consumer = Consumer(_config("decode", settings), memory.cache)
 
     def meet(self, source: Any) -> None:
         self._link = self._consumer.connect(source, CONNECT_S)
@@ -205,13 +210,13 @@ class PushTarget(Target):
         self._consumer.close(CLOSE_S)
 
 
-def source_of(mode: Mode, memory: Memory) -> Source:
+def source_of(mode: Mode, memory: Memory, settings: ServeSettings) -> Source:
     """Prefill's side of a mode."""
     if mode is Mode.NONE:
         return Source()
     if mode in (Mode.PULL, Mode.PULL_DEFAULT):
         return PullSource(memory, mode)
-    return PushSource(memory, stream=mode is Mode.STREAM)
+    return PushSource(memory, settings, stream=mode is Mode.STREAM)
 
 
 def target_of(mode: Mode, memory: Memory, settings: ServeSettings) -> Target:
@@ -220,4 +225,4 @@ def target_of(mode: Mode, memory: Memory, settings: ServeSettings) -> Target:
         return Target()
     if mode in (Mode.PULL, Mode.PULL_DEFAULT):
         return PullTarget(memory, settings, mode)
-    return PushTarget(memory)
+    return PushTarget(memory, settings)

@@ -22,7 +22,7 @@ def prefill(pipe: Pipe, decode: Pipe, settings: ServeSettings, mode: Mode, core:
     pin(core)
     try:
         memory = Memory(settings)
-        source = source_of(mode, memory)
+        source = source_of(mode, memory, settings)
         decode.send(source.where)
         source.meet(decode.recv())
         pipe.send("ready")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import numpy as np
 
@@ -31,8 +32,10 @@ class ServeSettings:
 
     A prefill step computes up to ``chunk`` tokens of one prompt at ``prefill_us`` microseconds each, a decode step
     takes ``decode_ms`` and gives every running request a token. Of a step ``held`` is computed in Python, with the
-    GIL; the rest waits without it, as for a device. KV is ``token_bytes`` a token in ``regions`` layers, in blocks of
-    ``block`` tokens that are handed out scattered, with room for ``room`` of the longest prompts on either side.
+    GIL; the rest waits without it, as for a device. KV is ``token_bytes`` a token, in blocks of ``block`` tokens that
+    are handed out scattered, with room for ``room`` of the longest prompts on either side. One of ``regions`` is a
+    cache with blocks outermost; with more each layer is a region, and a block as many pieces. ``landing`` is the way
+    that pushes take (:class:`pushkv.EndpointConfig`).
     """
 
     lengths: tuple[int, ...] = (1024, 4096, 16384)
@@ -46,7 +49,8 @@ class ServeSettings:
     decode_ms: float = 10.0
     held: float = 0.5
     token_bytes: int = 4096
-    regions: int = 8
+    regions: int = 1
+    landing: Literal["direct", "landing", "auto"] = "direct"
     block: int = 16
     room: int = 8
     seed: int = 1
@@ -60,6 +64,8 @@ class ServeSettings:
                 raise ConfigError(f"{name} is {value}; give at least one, above 0.")
         if self.new_tokens < 2:
             raise ConfigError(f"new_tokens is {self.new_tokens}; give 2 or more, as TPOT is the time between them.")
+        if self.landing not in ("direct", "landing", "auto"):
+            raise ConfigError(f"landing is {self.landing!r}; choose 'direct', 'landing' or 'auto'.")
         if not 0 <= self.held <= 1:
             raise ConfigError(f"held is {self.held}; give the share of a step that holds the GIL, 0 to 1.")
         if self.token_bytes % (8 * self.regions) or self.token_bytes <= 0:

@@ -71,7 +71,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-ms", type=float, metavar="MS", help="a decode step (10)")
     parser.add_argument("--held", type=float, metavar="SHARE", help="of each step is computed with the GIL (0.5)")
     parser.add_argument("--token-bytes", type=int, metavar="BYTES", help="KV of a token (4096)")
-    parser.add_argument("--regions", type=int, metavar="N", help="layers of the cache (8)")
+    parser.add_argument(
+        "--regions", type=int, metavar="N", help="layers that are regions of their own (1: blocks outermost)"
+    )
+    parser.add_argument("--landing", choices=("direct", "landing", "auto"), help="the way that pushes take (direct)")
     parser.add_argument("--seed", type=int, metavar="S", help="draws the arrivals")
 
 

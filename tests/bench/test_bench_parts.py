@@ -44,7 +44,8 @@ class TestWorkload:
             ({"seconds": 0}, "seconds"),
             ({"new_tokens": 1}, "new_tokens is 1; give 2 or more"),
             ({"held": 1.5}, "held is 1.5"),
-            ({"token_bytes": 100}, "token_bytes is 100; give a multiple of 8 times 8"),
+            ({"token_bytes": 100, "regions": 8}, "token_bytes is 100; give a multiple of 8 times 8"),
+            ({"landing": "aside"}, "landing is 'aside'"),
         ],
     )
     def test_settings_that_cannot_be_are_refused(self, changes: dict[str, Any], told: str) -> None:

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -45,6 +44,10 @@ UP = 240.0
 WARM = ((256, 4.0), (4096, 4.0), (16000, 4.0))
 
 Answer = dict[str, Any]
+
+
+class ServerError(Exception):
+    """A server does not start."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,9 @@ def command(model: Path, port: int, cpu: bool) -> list[str]:
 
 
 @contextmanager
-def server(case: Case, model: Path, port: int, options: argparse.Namespace, log: Path) -> Iterator[None]:
+def server(
+    case: Case, model: Path, port: int, options: argparse.Namespace, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """One server, started; ended with all its processes."""
     role, gpu = ("kv_producer", 0) if port == PREFILL else ("kv_consumer", 1)
     environment = dict(
@@ -142,9 +147,7 @@ def server(case: Case, model: Path, port: int, options: argparse.Namespace, log:
             arguments, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            yield
-            if process.poll() is not None:
-                raise SystemExit(f"the server of {log} has ended with status {process.returncode}")
+            yield process
         finally:
             end(process)
 
@@ -159,18 +162,26 @@ def end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def wait_up() -> None:
-    """Return when both servers answer."""
+def wait_up(servers: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    """Return when all servers answer. Raises ServerError where one does not start."""
     stop = time.monotonic() + UP
-    for port in (PREFILL, DECODE):
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
-                break
-            except (urllib.error.URLError, OSError):
-                if time.monotonic() > stop:
-                    raise SystemExit(f"the server at port {port} is not up after {UP} s; see its log") from None
-                time.sleep(0.3)
+    for port, process in servers.items():
+        while not healthy(port):
+            if process.poll() is not None:
+                raise ServerError(
+                    f"the server at port {port} has ended with status {process.returncode}; see its log"
+                )
+            if time.monotonic() > stop:
+                raise ServerError(f"the server at port {port} is not up after {UP} s; see its log")
+            time.sleep(0.3)
+
+
+def healthy(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 # The requests
@@ -283,10 +294,10 @@ def run_case(name: str, model: Path, options: argparse.Namespace, told: Callable
         case = Case(case.connector, case.push, {**case.extra, **json.loads(options.extra)}, case.environment)
     logs = Path(options.logs)
     with (
-        server(case, model, PREFILL, options, logs / f"{name}-prefill.log"),
-        server(case, model, DECODE, options, logs / f"{name}-decode.log"),
+        server(case, model, PREFILL, options, logs / f"{name}-prefill.log") as prefill,
+        server(case, model, DECODE, options, logs / f"{name}-decode.log") as decode,
     ):
-        wait_up()
+        wait_up({PREFILL: prefill, DECODE: decode})
         print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
         cells = [(int(length), float(rate)) for length, rate in (one.split(":") for one in options.cells.split(","))]
         longest = max(length for length, _ in cells)
@@ -298,6 +309,8 @@ def run_case(name: str, model: Path, options: argparse.Namespace, told: Callable
 
 def in_words(row: Answer) -> str:
     """A cell as a line."""
+    if "tokens in" not in row:
+        return f"{row['case']:>17} {row['errors']}"
     known = [name for name in ("ttft", "prefill", "handoff", "tpot") if name in row]
     figures = ", ".join(f"{name} {row[name]['p50']:.1f}" for name in known)
     errors = f" {row['errors']}" if row["errors"] else ""
@@ -310,6 +323,8 @@ def in_words(row: Answer) -> str:
 def draw(rows: list[Answer], folder: Path) -> None:
     """TTFT, handoff and TPOT of each case in each cell, as PNG and SVG."""
     from matplotlib import pyplot
+
+    rows = [row for row in rows if "tokens in" in row]
 
     folder.mkdir(parents=True, exist_ok=True)
     cells = list(dict.fromkeys((row["tokens in"], row["rate"]) for row in rows))
@@ -353,7 +368,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", SMALL if options.cpu else FULL)
         for name in options.cases.split(","):
-            run_case(name, model, options, told)
+            try:
+                run_case(name, model, options, told)
+            except ServerError as error:
+                told({"case": name, "errors": [str(error)]})
     if options.plot:
         draw(rows, options.plot)
     return int(any(row["errors"] for row in rows))

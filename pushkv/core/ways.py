@@ -8,6 +8,7 @@ between transports, so the numbers are :class:`Costs`, and may be set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,38 +49,53 @@ def lands(costs: Costs, pieces: int, size: int, slot: int) -> bool:
     return size > 0 and landing_seconds(costs, size, slot) < direct_seconds(costs, pieces, size)
 
 
-def weigh(template: PairTemplate, blocks: Sequence[BlockTable], tokens: Range) -> tuple[int, int]:
-    """(pieces, bytes) of a transfer, as far as the consumer can tell.
+class Weight(NamedTuple):
+    """Pieces and bytes of a transfer, as far as the consumer can tell, which knows its own blocks alone.
 
-    It knows its own blocks alone, and takes the producer's for as scattered: ``blocks`` that follow each other on
-    this side are taken to do so on the other.
+    There are ``fewest`` pieces where the producer's blocks follow each other wherever the consumer's do, and ``most``
+    where they never do, as in an engine that has served for a while.
     """
-    pieces = size = 0
+
+    fewest: int
+    most: int
+    bytes: int
+
+    @property
+    def pieces(self) -> int:
+        """What is reckoned with: that either may be so."""
+        return (self.fewest + self.most) // 2
+
+
+def weigh(template: PairTemplate, blocks: Sequence[BlockTable], tokens: Range) -> Weight:
+    """What a transfer into ``blocks``, a table a group, weighs."""
+    fewest = most = size = 0
     for span in template.owed(tokens):
         pair, table = template.pairs[span.group], blocks[span.group]
         if not len(table):
             continue
         layers = (span.layer_start, span.layer_stop)
         size += span_bytes(template, span)
-        pieces += _pieces(pair, layers, span.token_stop - span.token_start, table)
-    return pieces, size
+        some = _pieces(pair, layers, span.token_stop - span.token_start, table)
+        fewest, most = fewest + some[0], most + some[1]
+    return Weight(fewest, most, size)
 
 
-def _pieces(pair: GroupPair, layers: Range, tokens: int, table: BlockTable) -> int:
+def _pieces(pair: GroupPair, layers: Range, tokens: int, table: BlockTable) -> tuple[int, int]:
+    """The fewest and the most."""
     if pair.source.kind is Kind.STATE:
-        return len(pair.pieces(layers, block=True))
+        return (len(pair.pieces(layers, block=True)),) * 2
     if whole_blocks_match(pair):
         # Blocks that follow each other merge only where a piece is a whole step from block to block.
         whole = pair.pieces(layers, block=True)
         steps = pair.source.strides.block, pair.target.strides.block
         merges = len(whole) > 0 and bool((whole.length == steps[0]).all() and (whole.length == steps[1]).all())
         blocks = -(-tokens // pair.target.block_size)
-        return len(whole) * min(blocks, _stretches(table) if merges else blocks)
+        return len(whole) * min(blocks, _stretches(table) if merges else blocks), len(whole) * blocks
     each = pair.pieces(layers, block=False)
     run = pair.source.strides.token
     if pair.target.strides.token == run and bool((each.length == run).all()):
-        return len(each) * -(-tokens // min(pair.source.block_size, pair.target.block_size))
-    return len(each) * tokens
+        return (len(each) * -(-tokens // min(pair.source.block_size, pair.target.block_size)),) * 2
+    return (len(each) * tokens,) * 2
 
 
 def _stretches(table: BlockTable) -> int:

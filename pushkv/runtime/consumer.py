@@ -281,7 +281,7 @@ class Consumer(Endpoint[Consuming]):
         if self.config.landing == "landing":
             return True
         weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
-        pieces, size = (sum(column) for column in zip(*weights, strict=True))
+        pieces, size = sum(weight.pieces for weight in weights), sum(weight.bytes for weight in weights)
         return lands(self._costs, pieces, size, min(pair.room for pair in pairs))
 
     def _readers(self, pair: Pair) -> int:

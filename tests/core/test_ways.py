@@ -80,7 +80,11 @@ def test_the_pieces_and_bytes_of_a_plan(
 ) -> None:
     template = PairTemplate(source, target)
     plan = plan_copy(source, target, [table(*ours)], [table(*theirs)], (0, 16), template=template)
-    assert weigh(template, [table(*theirs)], (0, 16)) == (plan.descriptors, plan.bytes)
+    weight = weigh(template, [table(*theirs)], (0, 16))
+    assert (weight.fewest, weight.bytes) == (plan.descriptors, plan.bytes)
+    strewn = plan_copy(source, target, [table(*SCATTERED)], [table(*theirs)], (0, 16), template=template)
+    assert weight.most == strewn.descriptors
+    assert weight.fewest <= weight.pieces <= weight.most
 
 
 def test_blocks_in_disorder_are_scattered_though_they_are_neighbours() -> None:
@@ -88,10 +92,10 @@ def test_blocks_in_disorder_are_scattered_though_they_are_neighbours() -> None:
     template = PairTemplate(geometry(4), geometry(4))
     ids = tuple(int(block) for block in np.random.default_rng(1).permutation(BLOCKS))
     close = sum(abs(a - b) == 1 for a, b in pairwise(ids))
-    assert weigh(template, [table(*ids)], (0, 4 * BLOCKS))[0] == LAYERS * (BLOCKS - close)
+    assert weigh(template, [table(*ids)], (0, 4 * BLOCKS)).fewest == LAYERS * (BLOCKS - close)
     falling = tuple(range(BLOCKS - 1, -1, -1))
-    assert weigh(template, [table(*falling)], (0, 4 * BLOCKS))[0] == LAYERS
+    assert weigh(template, [table(*falling)], (0, 4 * BLOCKS)).fewest == LAYERS
 
 
 def test_a_group_without_blocks_weighs_nothing() -> None:
-    assert weigh(PairTemplate(geometry(4), geometry(4)), [table()], (0, 16)) == (0, 0)
+    assert weigh(PairTemplate(geometry(4), geometry(4)), [table()], (0, 16)) == (0, 0, 0)

@@ -66,6 +66,10 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     have slots, a transfer at a time; the consumer's setting counts. ``landing_bytes`` are allocated for slots of
     ``slot_bytes`` each, on the cache's device, when the endpoint is made.
 
+    ``stream`` is a producer's: which parts leave while a prompt is computed. ``request``: none, ``chunk``: the tokens
+    that each call of ``stage`` adds, ``layer``: also the layers that one with ``layers`` adds, ``auto``: what
+    ``layer`` does, but parts of less than a MiB wait for more.
+
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
@@ -91,6 +95,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     landing_bytes: int = 256 << 20
     slot_bytes: int = 16 << 20
     landing_costs: Costs = Costs()
+    stream: Literal["auto", "request", "chunk", "layer"] = "auto"
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()
@@ -104,6 +109,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _one_of("transport", self.transport, ("nixl", "memory"))
         _one_of("verify", self.verify, ("off", "checksum"))
         _one_of("landing", self.landing, ("direct", "landing", "auto"))
+        _one_of("stream", self.stream, ("auto", "request", "chunk", "layer"))
         _check_types(self)
         if not 0 < self.slot_bytes <= self.landing_bytes < 1 << 48:
             raise ConfigError(

@@ -35,6 +35,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="direct",
         help="how the KV lands (default: direct)",
     )
+    parser.add_argument(
+        "--stream",
+        choices=("auto", "request", "chunk", "layer"),
+        default="chunk",
+        help="what leaves while a prompt is computed (default: chunk)",
+    )
     for side in ("prefill", "decode"):
         parser.add_argument(f"--{side}-tp", type=int, metavar="N", help=f"{side} ranks (default: 1)")
         parser.add_argument(f"--{side}-block", type=int, metavar="N", help=f"{side} tokens a block (default: 16)")
@@ -88,6 +94,7 @@ def _settings(args: argparse.Namespace) -> DemoSettings:
         decode=_layout(args, "decode"),
         chunk=DemoSettings.chunk if args.chunk is None else args.chunk,
         landing=args.landing,
+        stream=args.stream,
         raw_repeats=0 if args.no_raw else DemoSettings.raw_repeats,
     )
 

@@ -23,7 +23,8 @@ class Send:
 class Post:
     """Post one WRITE: tokens ``start`` to ``stop`` from the source blocks to the peer's, with its notification.
 
-    ``end`` is where the offered range ends (window and state groups count from there).
+    ``end`` is where the offered range ends (window and state groups count from there). ``alone``: of one
+    group's layers as in the notification's one span, not of all groups and layers.
     """
 
     write: int
@@ -35,6 +36,7 @@ class Post:
     stop: int
     end: int
     complete: Complete
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pushkv.core.messages import Blocks, Complete, Grant, Ready, Ring
 from pushkv.core.outcome import Outcome
 from pushkv.core.ring import Packed
 from pushkv.core.sending import Serving, Share
+from pushkv.core.span import Span
 from pushkv.core.states import Pack, PackEvent, Sending, SourceEvent
 
 
@@ -82,14 +83,15 @@ class Packing(Custodian):
 
     # From blocks to staging slots
 
-    def _share(self, serving: Serving, start: int, stop: int, now: float) -> None:
-        """Cut tokens that are ready into parts, and gather as many as there are slots."""
+    def _share(
+        self, serving: Serving, computed: list[tuple[Span, ...]], whole: tuple[Span, ...] | None, now: float
+    ) -> None:
+        """Cut what is computed into parts that fit, and gather as many as there are slots."""
         offer, customer = serving.offer, self._book.customers[serving.peer]
         assert customer.cut is not None
-        spans = customer.cut(customer.owed(start, stop, offer.stop)) if start < stop else ()
-        whole = customer.owed(offer.start, offer.stop, offer.stop) if stop == offer.stop else None
-        last = len(spans) - 1
-        serving.shares.extend(Share(part, whole if number == last else None) for number, part in enumerate(spans))
+        parts = [part for spans in computed for part in customer.cut(spans)]
+        last = len(parts) - 1
+        serving.shares.extend(Share(part, whole if number == last else None) for number, part in enumerate(parts))
         if serving.shares:
             self._queues.setdefault(serving.peer, {})[offer.sequence] = serving
             self._staging.wait(serving.peer)
@@ -126,7 +128,8 @@ class Packing(Custodian):
         stage = self._stages.get(serving.offer.key.transfer)
         if serving.state is not Sending.MATCHED or not serving.shares or stage is None or stage.blocks is None:
             return None
-        return stage.blocks if stage.ready >= serving.shares[0].until else None
+        streaming = self._book.customers[serving.peer].streaming
+        return stage.blocks if streaming.there(serving.shares[0].spans, stage.computed) else None
 
     def _gather_part(self, serving: Serving, share: Share, source: Blocks, slot: int) -> None:
         offer, part, write = serving.offer, serving.parts, self._book.start_write(serving)

@@ -26,9 +26,11 @@ from pushkv.core.messages import (
 )
 from pushkv.core.outcome import Outcome
 from pushkv.core.packing import Packing
-from pushkv.core.sending import Customer, Cut, Owed, Serving
+from pushkv.core.sending import Customer, Cut, Owed, Part, Serving
+from pushkv.core.span import Span
 from pushkv.core.stages import Stage
 from pushkv.core.states import OutcomeEvent, Pack, Sending, Source, SourceEvent
+from pushkv.core.streaming import Ahead, Counts, Streaming
 
 
 @dataclass
@@ -51,14 +53,21 @@ class ProducerMachine(Packing):
         now: float,
         siblings: int = 1,
         deadline: float | None = None,
+        layers: Counts | None = None,
     ) -> None:
         """Say that the KV of tokens 0 to ``ready`` of a prompt is in ``blocks``; again as more is computed.
 
+        With ``layers`` that is so for the first layers of each group alone, and for the others up to where the calls
+        before said.
         ``siblings`` is how many consumers' transfers the stage waits for, 0 for as many as their offers say.
         ``deadline`` counts from the call that gives it, the limits' own from the first. Raises ProtocolError, and
         changes nothing, where the numbers contradict each other or an earlier call, or too many prompts wait.
         """
-        stage = Stage(transfer, prompt, prompt_tokens, siblings, blocks, ready)
+        ahead = None
+        if layers is not None:
+            known = self._stages.get(transfer)
+            ahead, ready = Ahead(ready, layers), 0 if known is None else known.ready
+        stage = Stage(transfer, prompt, prompt_tokens, siblings, blocks, ready, ahead)
         if self._stages.put(stage) or deadline is not None:
             wait = self.limits.stage_deadline if deadline is None else deadline
             self.timers.set(("stage", transfer), now + wait)
@@ -130,16 +139,20 @@ class ProducerMachine(Packing):
 
     # What the runtime tells
 
-    def connected(self, peer: str, owed: Owed, now: float, cut: Cut | None = None) -> None:
+    def connected(
+        self, peer: str, owed: Owed, now: float, cut: Cut | None = None, streaming: Streaming | None = None
+    ) -> None:
         """A consumer epoch is connected, for the first time or again; one whose end was proven stays gone.
 
         ``cut`` cuts spans into parts that fit the slots of both; without it nothing can be landed at this peer.
+        ``streaming`` says which parts leave early.
         """
         if peer in self._gone:
             self.counts["connected after its end"] += 1
             return
         customer = self._book.customers.setdefault(peer, Customer(owed, self.limits.window))
         customer.owed, customer.cut, customer.lost = owed, cut, False
+        customer.streaming = streaming or customer.streaming
         for failed in customer.untold.values():
             self._out.put(Send(peer, failed, insist=True))
 
@@ -346,25 +359,26 @@ class ProducerMachine(Packing):
         )
 
     def _advance(self, serving: Serving, stage: Stage, now: float) -> None:
-        """Post the part from the first unsent token to what is ready; a part once posted never changes."""
-        offer, start = serving.offer, serving.sent
-        stop = min(stage.ready, offer.stop)
-        if stage.blocks is None or (stop <= start and offer.start < offer.stop and not serving.shares):
+        """Post what is computed and not sent; a part once posted never changes."""
+        if stage.blocks is None:
             return
-        customer = self._book.customers[serving.peer]
-        serving.sent = max(start, stop) if serving.shares else stop
+        offer, customer = serving.offer, self._book.customers[serving.peer]
+        parts, sent = customer.due(serving, stage.computed)
+        if sent == serving.reached and not serving.shares and offer.start < offer.stop:
+            return
+        serving.sent, serving.ahead = sent
+        whole = customer.owed(offer.start, offer.stop, offer.stop) if sent.tokens == offer.stop else None
         if serving.lands:
-            self._share(serving, start, serving.sent, now)
-        elif spans := customer.owed(start, stop, offer.stop):
-            whole = customer.owed(offer.start, offer.stop, offer.stop) if stop == offer.stop else None
-            part = Complete(offer.nonce, self.rank, self.epoch, serving.parts, spans, whole)
-            self._post(serving, stage.blocks, start, stop, part)
+            self._share(serving, [part.spans for part in parts], whole, now)
+        else:
+            for number, part in enumerate(parts, 1):
+                self._post(serving, stage.blocks, part, whole if number == len(parts) else None)
         self._maybe_complete(serving)
 
-    def _post(self, serving: Serving, source: Blocks, start: int, stop: int, complete: Complete) -> None:
-        offer, write = serving.offer, self._book.start_write(serving)
+    def _post(self, serving: Serving, source: Blocks, part: Part, whole: tuple[Span, ...] | None) -> None:
+        offer, number, write = serving.offer, serving.parts, self._book.start_write(serving)
         self._move(serving, SourceEvent.POST)
+        complete = Complete(offer.nonce, self.rank, self.epoch, number, part.spans, whole)
         assert isinstance(offer.into, Blocks)
-        self._out.put(
-            Post(write, serving.peer, offer.key, source, offer.into, start, stop, offer.stop, complete)
-        )  # fmt: skip
+        where = (part.start, part.stop, offer.stop)
+        self._out.put(Post(write, serving.peer, offer.key, source, offer.into, *where, complete, part.alone))

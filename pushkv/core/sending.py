@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pushkv.core.messages import Failed, Offer, Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
 from pushkv.core.states import SENDING, OutcomeEvent, Sending, Source, step
+from pushkv.core.streaming import Ahead, Reach, Streaming, advance, clip
 
 Owed = Callable[[int, int, int], tuple[Span, ...]]
 """What this rank owes one consumer rank of tokens ``start`` to ``stop`` of a request offered up to ``end``."""
 
 Cut = Callable[[tuple[Span, ...]], tuple[tuple[Span, ...], ...]]
 """Cuts spans into parts that each fit a slot."""
+
+
+class Part(NamedTuple):
+    """A part to be posted. ``alone``: of its one span, and not of all that is owed of these tokens."""
+
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,23 +36,20 @@ class Share:
     spans: tuple[Span, ...]
     whole: tuple[Span, ...] | None = None
 
-    @property
-    def until(self) -> int:
-        """How many tokens must be ready for it."""
-        return max(span.token_stop for span in self.spans)
-
 
 @dataclass
 class Serving:
     """One offer at the producer: how far it is sent, what is in flight, how it ends.
 
-    Where its parts land in slots, ``sent`` is how far it has been cut into ``shares``, and a WRITE begins with the
-    gather of one; ``unposted`` are those that have not gone out.
+    ``sent`` is how many tokens are sent in all layers, ``ahead`` which layers are of those that follow. Where its
+    parts land in slots, that is how far it has been cut into ``shares``, and a WRITE begins with the gather of one;
+    ``unposted`` are those that have not gone out.
     """
 
     peer: str
     offer: Offer
     sent: int
+    ahead: Ahead | None = None
     state: Sending = Sending.OFFERED
     custody: Source = Source.IDLE
     parts: int = 0
@@ -53,6 +61,11 @@ class Serving:
     answer_due: bool = False
     tries: int = 0
     ready_tries: int = 0
+
+    @property
+    def reached(self) -> Reach:
+        """How far it is sent."""
+        return Reach(self.sent, self.ahead)
 
     @property
     def lands(self) -> bool:
@@ -85,11 +98,27 @@ class Customer:
     window: int
     cut: Cut | None = None
     """None where nothing can be landed between the two."""
+    streaming: Streaming = field(default_factory=Streaming)
     floor: int = 1
     live: dict[int, Serving] = field(default_factory=dict)
     dead: dict[int, Outcome | None] = field(default_factory=dict)
     untold: dict[int, Failed] = field(default_factory=dict)
     lost: bool = False
+
+    def due(self, serving: Serving, computed: Reach) -> tuple[list[Part], Reach]:
+        """The parts of an offer that may leave now, in order, and how far it is sent with them."""
+        stop = serving.offer.stop
+        strips, sent = advance(serving.reached, self.streaming.reach(computed, stop))
+        parts = []
+        for strip in strips:
+            spans = clip(self.owed(strip.start, strip.stop, stop), strip)
+            if strip.whole and spans:
+                parts.append(Part(strip.start, strip.stop, spans))
+            else:
+                parts += [Part(strip.start, strip.stop, (span,), alone=True) for span in spans]
+        if sent.tokens < stop and not self.streaming.worth(tuple(span for part in parts for span in part.spans)):
+            return [], serving.reached
+        return parts, sent
 
     def raise_floor(self, floor: int) -> None:
         """Take the consumer's word that offers below ``floor`` are over."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pushkv.core.commands import Command, Send, StageEnded, StageReleased
 from pushkv.core.messages import Blocks, Offer, Ready, TransferKey
 from pushkv.core.outcome import Outcome, worst
+from pushkv.core.streaming import Ahead, Reach
 from pushkv.errors import ProtocolError
 
 Base = tuple[str, str, str, int]
@@ -46,7 +47,7 @@ class Outbox:
 
 @dataclass
 class Stage:
-    """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``.
+    """A prompt whose KV is (being) computed: tokens up to ``ready`` are in ``blocks``, some layers ``ahead`` of that.
 
     ``suspended`` while the engine wants its blocks back (preemption) and they are still read; ``blocks`` is None
     once it has them. ``done`` has the last attempt and the outcome of each sibling that has ended, ``detail`` why.
@@ -59,11 +60,17 @@ class Stage:
     siblings: int
     blocks: Blocks | None = None
     ready: int = 0
+    ahead: Ahead | None = None
     told: int = 0
     done: dict[Base, End] = field(default_factory=dict)
     detail: dict[Base, str] = field(default_factory=dict)
     suspended: bool = False
     over: bool = False
+
+    @property
+    def computed(self) -> Reach:
+        """How far its KV is in its blocks."""
+        return Reach(self.ready, self.ahead)
 
     def refusal(self, offer: Offer) -> tuple[Outcome, str] | None:
         """Why this offer cannot be served from this stage, None where it can."""
@@ -112,7 +119,7 @@ class Stages:
         known = self._stages.get(stage.transfer)
         self._check(stage, known)
         if known is not None:
-            known.blocks, known.ready = stage.blocks, stage.ready
+            known.blocks, known.ready, known.ahead = stage.blocks, stage.ready, stage.ahead
             return False
         self._stages[stage.transfer] = stage
         self._withdrawn.pop(stage.transfer, None)
@@ -123,8 +130,9 @@ class Stages:
 
     def _check(self, stage: Stage, known: Stage | None) -> None:
         name, ready = stage.transfer, stage.ready
-        if not 0 <= ready <= stage.prompt_tokens:
-            raise ProtocolError(f"{name} stages {ready} of {stage.prompt_tokens} tokens: stage at most the prompt")
+        until = ready if stage.ahead is None else stage.ahead.until
+        if not 0 <= ready <= until <= stage.prompt_tokens:
+            raise ProtocolError(f"{name} stages {until} of {stage.prompt_tokens} tokens: stage at most the prompt")
         if stage.siblings < 0:
             raise ProtocolError(f"{name} waits for {stage.siblings} siblings: wait for at least one")
         if known is None:
@@ -146,7 +154,7 @@ class Stages:
         """The engine wants the blocks back: nothing more may be posted from them."""
         stage = self.get(transfer)
         if stage is not None and stage.blocks is not None:
-            stage.ready, stage.suspended = 0, True
+            stage.ready, stage.ahead, stage.suspended = 0, None, True
 
     def sibling_done(self, key: TransferKey, outcome: Outcome, told: int, detail: str = "") -> None:
         """One sibling has ended with this attempt. SUPERSEDED says that another follows, and that one counts.

@@ -7,6 +7,8 @@ that this producer is the one to write. Coverage (:meth:`PairTemplate.owed`) and
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -162,6 +164,27 @@ class PairTemplate:
             if span.layer_start < span.layer_stop and span.token_start < span.token_stop:
                 spans.append(span)
         return tuple(spans)
+
+    def common_layers(self, counts: Sequence[int]) -> tuple[int, ...] | None:
+        """The first ``counts[g]`` layers of each group of the producer's, as so many of those that spans count.
+
+        None where that is all that this producer writes.
+        """
+        common = tuple(bisect_left(held, count) for held, count in zip(self._held, counts, strict=True))
+        written = (pair.layer_range(None)[1] for pair in self.pairs)
+        return None if all(count >= all_ for count, all_ in zip(common, written, strict=True)) else common
+
+    @cached_property
+    def _held(self) -> list[list[int]]:
+        """For each pair the places of its layers among the producer's, ascending."""
+        places = [{layer.name: place for place, layer in enumerate(pair.source.layers)} for pair in self.pairs]
+        return [sorted(place[name] for name in pair.layers) for pair, place in zip(self.pairs, places, strict=True)]
+
+    @cached_property
+    def token_grid(self) -> int:
+        """At multiples of so many tokens blocks end on both sides, in every group whose tokens are moved."""
+        pairs = [pair for pair in self.pairs if pair.heads and pair.layers and pair.source.kind is not Kind.STATE]
+        return math.lcm(*(size for pair in pairs for size in (pair.source.block_size, pair.target.block_size)))
 
     @cached_property
     def grain(self) -> int:

@@ -109,19 +109,27 @@ class Model:
         )
 
     def prefill(
-        self, cache: PagedCache, tokens: Sequence[int], table: BlockIds, *, start: int = 0, chunk: int | None = None
+        self,
+        cache: PagedCache,
+        tokens: Sequence[int],
+        table: BlockIds,
+        *,
+        start: int = 0,
+        chunk: int | None = None,
+        written: Callable[[int], object] | None = None,
     ) -> Float:
         """Compute the KV of ``tokens``, which stand at ``start`` on; returns the last one's logits (vocabulary,).
 
         KV of all tokens before ``start`` is in the cache. At most ``chunk`` tokens go through at a time.
-        ``table`` holds the request's block ids from its first token on. Raises ConfigError for no tokens.
+        ``table`` holds the request's block ids from its first token on. ``written`` is called with the number of a
+        layer once a chunk's KV of that layer is in the cache. Raises ConfigError for no tokens.
         """
         if not len(tokens):
             raise ConfigError("prefill of 0 tokens has no last token; pass at least one")
         ids = self._checked(tokens)
         size = chunk or len(ids)
         for first in range(0, len(ids), size):
-            last = self._prefill_chunk(cache, ids[first : first + size], table, start + first)
+            last = self._prefill_chunk(cache, ids[first : first + size], table, start + first, written)
         return self._logits(last)
 
     def decode(self, cache: PagedCache, batch: Sequence[DecodeInput]) -> Float:
@@ -148,7 +156,14 @@ class Model:
 
         return self._logits(self._run(self._checked([entry.token for entry in batch]), attend))
 
-    def _prefill_chunk(self, cache: PagedCache, ids: NDArray[np.int64], table: BlockIds, start: int) -> Float:
+    def _prefill_chunk(
+        self,
+        cache: PagedCache,
+        ids: NDArray[np.int64],
+        table: BlockIds,
+        start: int,
+        written: Callable[[int], object] | None,
+    ) -> Float:
         stop = start + len(ids)
         positions = np.arange(start, stop)
         blocks, offsets = cache.slots(table, start, stop)
@@ -158,6 +173,8 @@ class Model:
         def attend(layer: int, projected: Float) -> Float:
             query, key, value = self._split(projected, positions)
             cache.write(layer, blocks, offsets, key, value)
+            if written is not None:
+                written(layer)
             return self._attend_causal(query, cache.read(layer, used)[:, :, :stop], unseen)
 
         last: Float = self._run(ids, attend)[-1]

@@ -78,7 +78,14 @@ class Prefill(Engine):
     def _advance(self, prompt: _Prompt) -> None:
         request, started = prompt.request, now()
         stop = min(prompt.ready + self.place.spec.settings.chunk, len(request.prompt))
-        self.model.prefill(self.cache, request.prompt[prompt.ready : stop], prompt.table, start=prompt.ready)
+        layers = self.place.spec.settings.stream == "layer"
+        self.model.prefill(
+            self.cache,
+            request.prompt[prompt.ready : stop],
+            prompt.table,
+            start=prompt.ready,
+            written=(lambda layer: self._stage(prompt, stop, layer + 1)) if layers else None,
+        )
         prompt.ready = stop
         ended = now()
         self.place.trace.span("prefill", "engine", request.name, started, ended, tokens=stop)
@@ -86,17 +93,21 @@ class Prefill(Engine):
             self.place.trace.instant("prefill done", "engine", request.name, ended)
             self._held[request.name] = prompt.table
             self._current = None
-        if self._customers:
-            self._producer.stage(
-                request.name,
-                prompt.table,
-                prompt=prompt.digest,
-                prompt_tokens=len(request.prompt),
-                ready=stop,
-                siblings=self._customers,
-            )
+        self._stage(prompt, stop)
         if stop == len(request.prompt):
             self.tell(Prefilled(request.name))
+
+    def _stage(self, prompt: _Prompt, ready: int, layers: int | None = None) -> None:
+        if self._customers:
+            self._producer.stage(
+                prompt.request.name,
+                prompt.table,
+                prompt=prompt.digest,
+                prompt_tokens=len(prompt.request.prompt),
+                ready=ready,
+                layers=layers,
+                siblings=self._customers,
+            )
 
 
 def customers(settings: DemoSettings, rank: int) -> int:

@@ -75,6 +75,7 @@ def _config(spec: RankSpec) -> EndpointConfig:
         landing=spec.settings.landing,
         landing_bytes=8 * SLOT_BYTES,
         slot_bytes=SLOT_BYTES,
+        stream=spec.settings.stream,
     )
 
 

@@ -51,7 +51,8 @@ class Layout:
 class DemoSettings:
     """A run. Prefill computes ``chunk`` tokens at a time and stages each chunk; ``weights_seed`` draws the model.
 
-    ``landing`` is both sides', as in their :class:`pushkv.EndpointConfig`.
+    ``landing`` is both sides', as in their :class:`pushkv.EndpointConfig`; ``stream`` prefill's: with ``layer`` it
+    stages a chunk layer by layer. (A chunk here is less than ``auto`` lets go early.)
 
     Raises ConfigError where a side's ranks cannot share the model out.
     """
@@ -65,6 +66,7 @@ class DemoSettings:
     raw_repeats: int = 20
     limit: float = 120.0
     landing: Literal["direct", "landing", "auto"] = "direct"
+    stream: Literal["auto", "request", "chunk", "layer"] = "chunk"
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -179,6 +179,9 @@ class Posting(Staging):
         if isinstance(post, PostSlot):
             return self._slot_plan(pair, post)
         assert isinstance(post.target, Blocks)
+        if post.alone:
+            (span,) = post.complete.spans
+            return plan_span(pair.template, tables(post.source), tables(post.target), span, post.end)
         return plan_copy(
             pair.template.source,
             pair.template.target,

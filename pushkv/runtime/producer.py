@@ -19,7 +19,7 @@ from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.life import Life
 from pushkv.runtime.producing import Producing
 from pushkv.runtime.rate import Rate
-from pushkv.runtime.requests import check_request, pack_blocks, whole
+from pushkv.runtime.requests import check_request, layer_counts, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.runtime.slots import pool_of
 from pushkv.runtime.staging import Call
@@ -68,15 +68,19 @@ class Producer(Endpoint[Producing]):
         prompt: bytes,
         prompt_tokens: int,
         ready: int | None = None,
+        layers: int | Sequence[int] | None = None,
         siblings: int | None = 1,
         deadline: float | None = None,
         fence: Fence | None = None,
     ) -> Ending:
         """Say that the KV of a prompt's tokens 0 to ``ready`` (by default all) is in ``blocks``.
 
-        Call again with the same ``transfer`` as more is computed. (Blocks that are copied whole wait for all of their
-        tokens, or for the prompt's end.) ``prompt`` is :func:`pushkv.prompt_digest` of the
-        whole prompt. ``blocks`` are ids from the prompt's start, one list for a cache of one group, else one a group.
+        Call again with the same ``transfer`` as more is computed: what the config's ``stream`` lets go early leaves
+        at once where an offer is there. (Blocks that are copied whole wait for all of their tokens, or for the
+        prompt's end.) With ``layers``, a number for every cache group or one for each, that is so for as many first
+        layers alone, in the cache's order, and for the others up to where the calls before said. ``prompt`` is
+        :func:`pushkv.prompt_digest` of the whole prompt. ``blocks`` are ids from the prompt's start, one list for a
+        cache of one group, else one a group.
         ``siblings`` is after how many offers served the stage ends: one for each consumer rank that this rank writes
         to (:func:`pushkv.core.template.writers` tells which those are), times the n of a request with n > 1. A rank
         that writes to none, as another has the same heads and does, need not stage. With None the stage waits for as
@@ -99,6 +103,7 @@ class Producer(Endpoint[Producing]):
         ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
         if ready < prompt_tokens:  # a block that is copied whole has to be complete, unless the prompt ends in it
             ready -= ready % self._grain
+        counts = None if layers is None else layer_counts(self.cache, layers, transfer)
         siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
         behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer) or self._untold_end(transfer)
@@ -106,7 +111,7 @@ class Producer(Endpoint[Producing]):
             ending = self._stages[transfer] = Ending()
         if not ending.hold():
             return ending
-        call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending)
+        call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending, counts)
         self._submit(lambda side: side.stage(call))
         return ending
 

@@ -24,6 +24,7 @@ from pushkv.runtime.pair import Pair, addresses
 from pushkv.runtime.posting import pieces
 from pushkv.runtime.side import Shared
 from pushkv.runtime.slots import agreed_room
+from pushkv.runtime.streaming import streaming_of
 from pushkv.trace import now as trace_now
 from pushkv.transport.base import Lattice, Pieces, WriteResult, WriteStatus
 from pushkv.transport.host import ProcessWatch
@@ -128,6 +129,7 @@ class Producing(Gathering):
             lambda start, stop, end: template.owed((start, stop), end=end),
             now,
             (lambda spans: cut(template, spans, room)) if room else None,
+            streaming_of(self.shared.config.stream, template),
         )
 
     def estranged(self, pair: Pair) -> None:

@@ -82,6 +82,18 @@ def whole(what: str, value: object, least: int = 0) -> int:
     return number
 
 
+def layer_counts(cache: KVCache, layers: int | Sequence[int], whose: str) -> tuple[int, ...]:
+    """So many first layers of each cache group, as the machine has them. Raises ProtocolError."""
+    groups = cache.geometry.groups
+    given = tuple(layers) if isinstance(layers, Sequence) else (layers,) * len(groups)
+    if len(given) != len(groups):
+        raise ProtocolError(
+            f"{whose}'s layers are {given!r:.80} for {len(groups)} cache groups; give one number a group."
+        )
+    counts = (whole(f"{whose}'s layers", count) for count in given)
+    return tuple(min(count, len(group.layers)) for count, group in zip(counts, groups, strict=True))
+
+
 def check_tables(blocks: Blocks, start: int, stop: int) -> None:
     """Refuse to ask for tokens without a block to put them into: nothing would come, and count as complete."""
     if start < stop and not any(table.ids for table in blocks.tables):

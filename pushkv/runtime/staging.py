@@ -34,6 +34,7 @@ class Call:
     deadline: float | None
     fence: Fence
     ending: Ending
+    layers: tuple[int, ...] | None = None
 
 
 class Staging(Side):
@@ -132,7 +133,7 @@ class Staging(Side):
         try:
             self.machine.stage(
                 call.transfer, call.blocks, call.prompt, call.prompt_tokens, call.ready, now,
-                call.siblings, call.deadline,
+                call.siblings, call.deadline, call.layers,
             )  # fmt: skip
         except Exception as error:
             if not isinstance(error, PushKVError):

@@ -69,6 +69,7 @@ def same_tokens(
 
 QUICK = Limits(resend=0.02, resend_most=0.2, ask_proof=0.02, deadline=60.0, stage_deadline=60.0)
 """Limits under which losses are made good soon."""
+SETTINGS: dict[str, Any] = {"limits": QUICK, "silence": WAIT, "stall": WAIT, "stream": "layer"}
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Scene:
         return self.transports[agent]
 
     def _config(self, engine: str, settings: dict[str, Any]) -> EndpointConfig:
-        return EndpointConfig(engine=engine, **{"limits": QUICK, "silence": WAIT, "stall": WAIT, **settings})
+        return EndpointConfig(engine=engine, **{**SETTINGS, **settings})
 
     def producer(self, engine: str = "p", cache: KVCache | None = None, **settings: Any) -> Producer:
         cache = cache or cache_of(fill(memory_of()))

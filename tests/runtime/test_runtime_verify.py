@@ -90,12 +90,12 @@ class TestAcrossLayouts:
     def test_one_part_of_three(self, scene: Scene) -> None:
         engines = Engines(scene, Layout("LBNHSC"), Layout(block=8))
         (transfer,) = engines.offer()
-        engines.stage(5)
-        until(lambda: engines.stat("bytes verified") == 5 * BYTES)
+        engines.stage(9)
+        until(lambda: engines.stat("bytes verified") == 8 * BYTES)
         scene.network.faults = CORRUPT
-        engines.stage(13)
+        engines.stage(17)
         assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
-        assert "part 1 (tokens 5 to 13) of producer rank 0" in transfer.detail
+        assert "part 1 (tokens 8 to 16) of producer rank 0" in transfer.detail
         assert transfer.wait_released(WAIT)
 
 

@@ -47,7 +47,7 @@ from walk.errors import Violation
 M = TypeVar("M")
 W = TypeVar("W", Post, Gather)
 _ATOMS = (str, int, float, bytes, bool, type(None), frozenset, Enum, msgspec.Struct)
-_NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "detail", "timers", "_out", "_commands")
+_NEVER_MATTERS = ("counts", "limits", "nonce", "owed", "streaming", "detail", "timers", "_out", "_commands")
 _REPETITIONS = ("tries", "acked", "untold", "ready_tries")
 _LISTED_ELSEWHERE = ("_by_write", "_by_transfer", "_next_write", "pool", "_pool", "_generation")
 _IN_ORDER = ("_order", "_wanted", "_queues")
@@ -112,7 +112,7 @@ def _freeze_serving(serving: Serving) -> Any:
         serving.state,
         serving.custody,
         frozenset(serving.writes),
-        (serving.sent, serving.parts) if going and serving.unsent else None,
+        (serving.sent, serving.ahead, serving.parts) if going and serving.unsent else None,
         freeze(serving.failing) if serving.state is Sending.FAILING else None,
         *slots,
     )

@@ -9,6 +9,7 @@ from pushkv.core.messages import Complete, Ring
 from pushkv.core.outcome import Outcome
 from pushkv.core.receiving import Order
 from walk import facts
+from walk.cells import HALF, TOKENS, Owes
 from walk.rules import Move, Names, Parcel, Rules
 from walk.slots import Copy
 from walk.world import (
@@ -16,10 +17,8 @@ from walk.world import (
     OTHER_PROMPT,
     PROMPT,
     RANKS,
-    TOKENS,
     Env,
     Flight,
-    Owes,
     Seat,
     World,
     alive,
@@ -116,7 +115,7 @@ def _offers(r: Rules, w: World, others: Names) -> Iterator[tuple[Move, Env]]:
     c, env = w.c, w.env
     key, peers = key_of(env.c_name, env.offered), tuple(seat.name for seat in w.seats)
     for block in range(len(BLOCKS)):
-        offering = Offering(key, block, peers, r.bounds.slots > 0)
+        offering = Offering(key, block, peers, r.bounds.slots > 0, r.bounds.layers)
         if r.cs.step(c, "offer", offering, 0.0).refusal:
             continue
         offered = env.but(offered=env.offered + 1, owners=put(env.owners, block, key))
@@ -133,11 +132,11 @@ class Offering(Order):
     def __new__(cls, *_: Any) -> Offering:
         return object.__new__(cls)
 
-    def __init__(self, key: Any, block: int, peers: Names, lands: bool) -> None:
-        owed = {peer: Owes(RANKS.index(peer[0]))(0, TOKENS) for peer in peers}
+    def __init__(self, key: Any, block: int, peers: Names, lands: bool, layers: int) -> None:
+        owed = {peer: Owes(RANKS.index(peer[0]), layers)(0, TOKENS) for peer in peers}
         into = Ring(block_table(block).tables) if lands else block_table(block)
         super().__init__(key, into, PROMPT, TOKENS, 0, TOKENS, owed)
-        object.__setattr__(self, "name", (key, block, peers, lands))
+        object.__setattr__(self, "name", (key, block, peers, lands, layers))
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -166,11 +165,17 @@ def _producer_engine(r: Rules, p: int, rank: int, seat: Seat, env: Env) -> Itera
 
 def _stagings(r: Rules, p: int, seat: Seat, env: Env) -> Iterator[tuple[Move, Seat]]:
     for prompt in (PROMPT, OTHER_PROMPT) if r.bounds.refusals else (PROMPT,):
-        for ready in range(seat.staged + 1, TOKENS + 1):
-            args = ("t", block_table(0), prompt, TOKENS, ready, 0.0)
-            if (ready == TOKENS or r.bounds.parts > 1) and not r.ps.step(p, "stage", *args).refusal:
-                name = ("stages", ready, "tokens" if prompt == PROMPT else "tokens of another prompt")
-                yield r.p_move(p, seat, env, name, "stage", *args), seat.but(staged=ready)
+        what = "tokens" if prompt == PROMPT else "tokens of another prompt"
+        until, ready = divmod(seat.staged, HALF)
+        for more in range(ready + 1, TOKENS + 1) if r.bounds.parts > 1 else (TOKENS,) * (ready < TOKENS):
+            args = ("t", block_table(0), prompt, TOKENS, more, 0.0)
+            if not r.ps.step(p, "stage", *args).refusal:
+                yield r.p_move(p, seat, env, ("stages", more, what), "stage", *args), seat.but(staged=more)
+        for more in range(max(until, ready) + 1, TOKENS + 1) if r.bounds.layers > 1 else ():
+            args = ("t", block_table(0), prompt, TOKENS, more, 0.0, 1, None, (1,))
+            if (more == TOKENS or r.bounds.parts > 1) and not r.ps.step(p, "stage", *args).refusal:
+                name = ("stages a layer of", more, what)
+                yield r.p_move(p, seat, env, name, "stage", *args), seat.but(staged=HALF * more + ready)
 
 
 def _told(r: Rules, w: World, rank: int) -> Iterator[Named]:

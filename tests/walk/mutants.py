@@ -16,6 +16,7 @@ from pushkv.core.receiving import Held, OrderAtRank
 from pushkv.core.sending import Customer, Serving
 from pushkv.core.span import Coverage, Span
 from pushkv.core.states import Receiving, Sending, Target, TargetEvent
+from walk.layer_mutants import BegunIsComputed, LayersAreTokens, SendsBegunAgain
 from walk.rank_mutants import CoveredByOne, FirstProofIsAll, LossStopsTheOthers, OneSayForAll, StopsOneRank
 from walk.rules import Rules
 from walk.search import Walked, hunt
@@ -34,6 +35,7 @@ from walk.slot_mutants import (
 from walk.world import Bounds
 
 CUSTODY, SOURCES, COVERED = "custody ends on proof", "sources are held", "complete means covered"
+COMPUTED = "sent once computed"
 ONCE, POSTED, HANGS = "one outcome", "posted once", "nothing hangs"
 AGREE, SUPERSEDED = "agreement", "superseded"
 SCATTERED, BACK, COUNTED = "scattered as landed", "blocks come back", "slots are counted"
@@ -51,6 +53,9 @@ RANKS_LOST = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, pr
 LANDS = replace(QUIET, slots=1)
 SLOTS = replace(QUIET, slots=2, staging=2, slot_tokens=1)
 ONE_SLOT = replace(SLOTS, slots=1, staging=1)
+LAYERS = Bounds(
+    attempts=1, parts=2, layers=2, p_restarts=0, c_restarts=0, write_errors=False, losses=False, cancels=False
+)
 TCP = Bounds(attempts=1, parts=1, c_restarts=0, preemptions=0, write_errors=False, losses=False, death_is_proof=True)
 
 
@@ -368,6 +373,9 @@ MUTANTS = (
     Mutant("asks nobody", "rule 3: the sides agree where they can", AGREE, ERRORS, AsksNobody),
     Mutant("late cancel", "rule 3: an earlier attempt's end is its own", HANGS, RETRY_PARTS, LateCancelEndsStage),
     Mutant("no proof sought", "rules 1 and 2: somebody asks for proof", HANGS, ERRORS, NoProofSought),
+    Mutant("begun", "rule 4: a part is of what is computed", COMPUTED, LAYERS, BegunIsComputed),
+    Mutant("begun again", "rule 4: a layer is posted once", POSTED, LAYERS, SendsBegunAgain),
+    Mutant("layers", "rule 4: all layers, of every token", COVERED, LAYERS, consumer=LayersAreTokens),
     Mutant("first proof", "rule 1: proof from every rank", CUSTODY, RANKS, consumer=FirstProofIsAll),
     Mutant("drained for all", "rule 1: Drained speaks of one rank", CUSTODY, RANKS, consumer=OneSayForAll),
     Mutant("loss for all", "rule 1: a rank's loss stops no other", CUSTODY, RANKS_LOST, consumer=LossStopsTheOthers),

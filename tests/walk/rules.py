@@ -13,6 +13,7 @@ from pushkv.core.producer import ProducerMachine
 from pushkv.core.ring import SlotPool
 from walk import facts, slots
 from walk.bits import Bits
+from walk.cells import Owes, cells_of
 from walk.errors import Violation
 from walk.machines import Machines
 from walk.timing import check_consumer, check_producer, consumer_due, producer_due
@@ -22,7 +23,6 @@ from walk.world import (
     Effects,
     Env,
     Landed,
-    Owes,
     Seat,
     World,
     alive,
@@ -171,7 +171,7 @@ class Rules:
         self.trying: tuple[Any, ...] = ()
         """The move that is being made, for who wants to know which one broke a rule."""
         self.net = Net()
-        self.effects = Effects(lambda c: self.cs.fact(c, slots.berths))
+        self.effects = Effects(lambda c: self.cs.fact(c, slots.berths), bounds.layers * bounds.ranks)
         self.ps: Machines[ProducerMachine] = Machines(check_producer)
         self.cs: Machines[ConsumerMachine] = Machines(check_consumer)
         self.p = Side(self.ps, self.net, producer_due, facts.idle_at_producer, exact)
@@ -181,6 +181,10 @@ class Rules:
         self._arrived: dict[int, tuple[Arrived, Landed]] = {}
         self._sending: dict[tuple[tuple[int, ...], int], int] = {}
         self._compared: dict[tuple[Any, ...], tuple[tuple[Seat, ...], Env]] = {}
+
+    def owes(self, rank: int) -> Owes:
+        """What a rank owes."""
+        return Owes(rank, self.bounds.layers)
 
     def new_p(self, seat: Seat, rank: int) -> int:
         """A producer that has just started."""
@@ -194,7 +198,7 @@ class Rules:
     def connecting(self, env: Env, rank: int) -> tuple[Any, ...]:
         """How a producer is told that the consumer is connected."""
         cut = (slots.Cuts(self.bounds.slot_tokens),) if self.bounds.slots else ()
-        return ("connected", env.c_name, Owes(rank), 0.0, *cut)
+        return ("connected", env.c_name, self.owes(rank), 0.0, *cut)
 
     def start(self) -> World:
         """The world before anything has happened: the consumer and every rank are connected."""
@@ -271,10 +275,7 @@ class Rules:
         if known is None:
             completes = [p.message for _, p in self.net.each(to_c) if isinstance(p.message, Complete)]
             arrived = frozenset(
-                (complete.nonce, span.layer_start, token)
-                for complete in completes
-                for span in complete.spans
-                for token in range(span.token_start, span.token_stop)
+                (complete.nonce, *cell) for complete in completes for cell in cells_of(complete.spans)
             )
             known = self._arrived[to_c] = arrived, slots.landed_in(completes)
         return known

@@ -57,6 +57,15 @@ WALKS = (
         Bounds(parts=1, stagings=2, p_restarts=0, c_restarts=0),
         fair=True,
     ),
+    Walk(
+        "1 attempt, 2 parts of 2 layers, a preemption; WRITE errors, cancels",
+        Bounds(attempts=1, layers=2, p_restarts=0, c_restarts=0, losses=False),
+    ),
+    Walk(
+        "1 attempt, 2 layers, a preemption, staged twice; WRITE errors, cancels, losses; fair weather",
+        Bounds(attempts=1, parts=1, layers=2, stagings=2, p_restarts=0, c_restarts=0),
+        fair=True,
+    ),
     Walk("2 ranks, 1 attempt; WRITE errors, cancels, losses; fair weather", TWO, fair=True),
     Walk(
         "2 ranks, 1 attempt, a restart of one; cancels, losses",
@@ -92,6 +101,10 @@ WALKS = (
 )
 
 LARGER_WALKS = (
+    Walk(
+        "2 attempts, 2 layers, a preemption; WRITE errors, cancels, losses",
+        Bounds(parts=1, layers=2, p_restarts=0, c_restarts=0),
+    ),
     Walk("1 attempt, 2 parts, a preemption, a restart a side", Bounds(attempts=1)),
     Walk("2 attempts, a restart a side", Bounds(parts=1, preemptions=0)),
     Walk("2 attempts, 2 parts, a producer's restart", Bounds(c_restarts=0, preemptions=0)),

@@ -26,6 +26,7 @@ from pushkv.core.messages import Blocks, Cancel, Complete, Credit, Failed, Ring,
 from pushkv.core.outcome import Outcome
 from pushkv.core.span import Span
 from walk.bits import Bits
+from walk.cells import TOKENS, Cells, cells_of, computed
 from walk.errors import Violation
 from walk.machines import plain
 from walk.slots import Berths, SlotRules, check_block, gather_of, scatter_of
@@ -33,13 +34,12 @@ from walk.slots import Berths, SlotRules, check_block, gather_of, scatter_of
 T = TypeVar("T")
 K = TypeVar("K", bound="_OfAKind")
 Arrived: TypeAlias = frozenset[tuple[bytes, int, int]]
-"""What has landed: the nonce of its offer, the rank, the token."""
+"""What has landed: the nonce of its offer, the layer, the token."""
 Landed: TypeAlias = frozenset[tuple[Credit, tuple[Span, ...]]]
 """What has landed in which slot."""
 
 PROMPT = b"p" * 32
 OTHER_PROMPT = b"q" * 32
-TOKENS = 2
 BLOCKS = "AB"
 RANKS = "pq"
 """The producer ranks' letters. An epoch's name is a rank's letter, or the consumer's ``c``, and its life's number."""
@@ -52,6 +52,7 @@ class Bounds:
 
     ``attempts`` are offers of one transfer by the consumer's first life (a later life makes one), each to all
     ``ranks`` of the producer; ``stagings`` is how often a rank's engine begins to stage it, in at most ``parts``.
+    Of one rank alone there may be two ``layers``, of which the first may be staged before the second is.
     ``losses``: a side may be told, truly or not, that it lost the other. ``refusals``: a producer may stage another
     prompt, or shut down. Of several ranks the first alone may be preempted, and restarted: any one of them stands for
     any other.
@@ -60,6 +61,7 @@ class Bounds:
     attempts: int = 2
     parts: int = 2
     ranks: int = 1
+    layers: int = 1
     p_restarts: int = 1
     c_restarts: int = 1
     preemptions: int = 1
@@ -81,7 +83,8 @@ class _Seat(NamedTuple):
     alive: bool = True
     stagings: int = 0
     staged: int = 0
-    """Tokens that the engine has staged; -1: preempted, -2: over, and its blocks not yet back."""
+    """Tokens that the engine has staged, plus :data:`HALF` for each that it has staged the first layer alone up to;
+    -1: preempted, -2: over, and its blocks not yet back."""
     preempted: int = 0
     closing: bool = False
     ended: frozenset[tuple[TransferKey, str]] = frozenset()
@@ -194,9 +197,9 @@ class Flight(NamedTuple):
     """The staging slot that it reads; -1 where it reads blocks."""
 
     @property
-    def tokens(self) -> set[int]:
-        """The tokens it writes."""
-        return {token for span in self.complete.spans for token in range(span.token_start, span.token_stop)}
+    def cells(self) -> Cells:
+        """The (layer, token) pairs that it writes."""
+        return cells_of(self.complete.spans)
 
 
 def put(row: tuple[T, ...], index: int, thing: T) -> tuple[T, ...]:
@@ -208,15 +211,6 @@ def put(row: tuple[T, ...], index: int, thing: T) -> tuple[T, ...]:
 def alive(seats: tuple[Seat, ...]) -> tuple[str, ...]:
     """The epochs of the producer ranks that run."""
     return tuple(seat.name for seat in seats if seat.alive)
-
-
-class Owes(NamedTuple):
-    """What a rank owes: one layer of its own, of each token."""
-
-    rank: int
-
-    def __call__(self, start: int, stop: int, _end: int = TOKENS) -> tuple[Span, ...]:
-        return (Span(0, self.rank, self.rank + 1, start, stop),) if start < stop else ()
 
 
 def nonce_of(key: TransferKey, peer: str) -> bytes:
@@ -250,13 +244,21 @@ def plain_message(message: Any) -> Any:
     return message
 
 
+def check_computed(seat: Seat, key: TransferKey, cells: Cells) -> None:
+    """What is read for a part must have been staged; of blocks that were asked back nothing is known any more."""
+    if seat.staged > 0 and (early := cells - computed(seat.staged, RANKS.index(seat.name[0]))):
+        raise Violation(f"sent once computed: {early} (layer, token) of {key} are sent, and are not there")
+
+
 class Effects:
     """Carries out what a machine commanded besides messages, and raises Violation where that breaks a rule."""
 
-    def __init__(self, berths: Callable[[int], Berths]) -> None:
+    def __init__(self, berths: Callable[[int], Berths], layers: int = 1) -> None:
+        """``layers`` of all ranks together."""
         self.flights = Bits()
         self.copies = Bits()
         self.slots = SlotRules(self.flights, self.copies, berths)
+        self.layers = layers
 
     def producer(self, w: World, rank: int, commands: tuple[Command, ...], alone: bool) -> World:
         """``alone``: the machine was moved by its own deadline or by a loss, not by the consumer's word."""
@@ -279,6 +281,7 @@ class Effects:
     def _gather(self, w: World, seat: Seat, command: Gather) -> World:
         if seat.staged == 0:
             raise Violation(f"sources are held: a part of {command.key} is gathered from blocks that were given back")
+        check_computed(seat, command.key, cells_of(command.spans))
         copy = gather_of(seat.name, command, block_of(command.target))
         self.slots.gather(w, copy)
         return w._replace(copies=w.copies | self.copies.of(copy))
@@ -286,12 +289,14 @@ class Effects:
     def _post(self, w: World, seat: Seat, post: Post | PostSlot) -> World:
         flight = _flight(seat, post)
         for _, earlier in self.flights.each(w.posted):
-            if earlier.key == post.key and earlier.producer == seat.name and earlier.tokens & flight.tokens:
-                raise Violation(f"posted once: tokens {flight.tokens} of {post.key} are posted again")
+            if earlier.key == post.key and earlier.producer == seat.name and earlier.cells & flight.cells:
+                raise Violation(f"posted once: {flight.cells} (layer, token) of {post.key} are posted again")
         if isinstance(post, PostSlot):
             self.slots.post(w, flight)
         elif seat.staged == 0:
             raise Violation(f"sources are held: a WRITE of {post.key} is posted from blocks that were given back")
+        else:
+            check_computed(seat, post.key, flight.cells)
         bit = self.flights.of(flight)
         w = w._replace(air=w.air | bit, untold=w.untold | bit, posted=w.posted | bit)
         self.check_targets(w, bit)
@@ -334,7 +339,7 @@ class Effects:
                 w = w._replace(copies=w.copies | self.copies.of(copy))
             elif isinstance(command, Ended):
                 lands = bool(landed) or bool(w.env.scattered)
-                w = w._replace(env=_ended_c(w.env, command, arrived, len(w.seats), lands))
+                w = w._replace(env=_ended_c(w.env, command, arrived, self.layers, lands))
                 agree(w.seats, w.env)
             elif isinstance(command, Released):
                 owners = tuple(None if owner == command.key else owner for owner in w.env.owners)
@@ -359,19 +364,19 @@ def _flight(seat: Seat, post: Post | PostSlot) -> Flight:
     )  # fmt: skip
 
 
-def _ended_c(env: Env, end: Ended, arrived: Arrived, ranks: int, lands: bool) -> Env:
+def _ended_c(env: Env, end: Ended, arrived: Arrived, layers: int, lands: bool) -> Env:
     if any(key == end.key for key, _ in env.ended):
         raise Violation(f"one outcome: {end.key} ends a second time at the consumer, {end.outcome.value}")
     how = "rejected" if end.outcome.rejected else "other"
     if end.outcome is Outcome.COMPLETE:
         how = "complete"
         mine = f"{end.key.epoch}{end.key.attempt}".encode()
-        here = {(rank, token) for nonce, rank, token in arrived if nonce.startswith(mine)}
-        missing = sorted({(rank, token) for rank in range(ranks) for token in range(TOKENS)} - here)
+        here = {(layer, token) for nonce, layer, token in arrived if nonce.startswith(mine)}
+        missing = sorted({(layer, token) for layer in range(layers) for token in range(TOKENS)} - here)
         if missing:
-            lacks = ", ".join(f"token {token} of rank {RANKS[rank]}" for rank, token in missing)
+            lacks = ", ".join(f"token {token} of layer {layer}" for layer, token in missing)
             raise Violation(f"complete means covered: {end.key} is complete without {lacks}")
-        if lands and sum(key == end.key for key, _, _ in env.scattered) != ranks * TOKENS:
+        if lands and sum(key == end.key for key, _, _ in env.scattered) != layers * TOKENS:
             raise Violation(f"complete means covered: {end.key} is complete and not in its block yet")
     rest = frozenset(one for one in env.scattered if one[0] != end.key)
     return env.but(ended=env.ended | {(end.key, how)}, scattered=rest)

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=2000, help="transfers an episode (default 2000)")
     parser.add_argument("--landing", action="store_true", help="have all parts go through landing slots")
     parser.add_argument("--verify", action="store_true", help="verify bytes, of which some land as others")
+    parser.add_argument("--layers", action="store_true", help="stage the layers of a chunk one after the other")
     args = parser.parse_args(argv)
     logging.getLogger("pushkv").setLevel(args.log)
     figures = Figures(args.seed)
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.episode or 0,
             landing=args.landing,
             verify=args.verify,
+            layers=args.layers,
             progress=lambda line: print(line, flush=True),
         )
     except Broken:

@@ -135,6 +135,7 @@ class Life:
             verify="checksum" if around.settings.verify else "off",
             landing_bytes=SLOTS * SLOT_BYTES,
             slot_bytes=SLOT_BYTES,
+            stream="layer",
         )
         return Shared(
             config=config,

@@ -71,6 +71,7 @@ def soak(
     *,
     landing: bool = False,
     verify: bool = False,
+    layers: bool = False,
     producer: type[ProducerMachine] = ProducerMachine,
     consumer: type[ConsumerMachine] = ConsumerMachine,
     progress: Callable[[str], None] = lambda line: None,
@@ -78,7 +79,7 @@ def soak(
     """Run as many transfers, in episodes of ``each`` from number ``first`` on. Raises Broken."""
     started, number, left = time.monotonic(), first, transfers
     while left > 0:
-        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left), landing, verify)
+        settings = Settings.draw(f"{figures.seed}/{number}", min(each, left), landing, verify, layers)
         episode = Episode(settings, producer, consumer)
         try:
             tally = episode.run()

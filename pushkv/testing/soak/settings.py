@@ -46,9 +46,13 @@ class Settings:
     """Whether all parts go through slots; otherwise none does."""
     verify: bool = False
     """Whether bytes are verified, and some land as others."""
+    layers: bool = False
+    """Whether layers are staged apart; otherwise chunks are."""
 
     @classmethod
-    def draw(cls, seed: str, transfers: int, landing: bool = False, verify: bool = False) -> Settings:
+    def draw(
+        cls, seed: str, transfers: int, landing: bool = False, verify: bool = False, layers: bool = False
+    ) -> Settings:
         """The settings of the episode with this seed."""
         rng = random.Random(f"settings {seed}")
         return cls(
@@ -67,6 +71,7 @@ class Settings:
             detection=rng.uniform(0.0, 0.3),
             landing=landing,
             verify=verify,
+            layers=layers,
         )
 
 

@@ -60,6 +60,8 @@ class Staging:
         self.lot = Lot(self)
         self.preempting = False
         self._ready = 0
+        self._begun = 0
+        """Tokens of which the first layer is there too, where layers are staged apart."""
         self._holding = False
         self._rng = life.around.rng
 
@@ -90,8 +92,27 @@ class Staging:
             self._later(RETRY, self._next_chunk)
             return
         self.lot.blocks += taken
+        if self.life.around.settings.layers and ready > self._ready:
+            self._first_layer(ready)
+        else:
+            self._rest(ready)
+
+    def _first_layer(self, ready: int) -> None:
+        """Stage a chunk's first layer; the other follows, unless the engine is stopped in between."""
+        self._fill(self._ready, ready, slice(1))
+        self._begun = ready
+        self._call(ready, (1,))
+        if self._rng.random() < 0.05:
+            self._later(self._rng.uniform(0.0, 0.05), self.preempt)
+        self._later(self._rng.uniform(0.0, 0.05), lambda: self._other_layers(ready))
+
+    def _other_layers(self, ready: int) -> None:
+        if self._begun == ready and self.ending.outcome is None and not self.preempting and not self.life.closing:
+            self._rest(ready)
+
+    def _rest(self, ready: int) -> None:
         self._fill(self._ready, ready)
-        self._ready = ready
+        self._ready = self._begun = ready
         self._call(ready)
         self._go_on(ready)
 
@@ -104,7 +125,7 @@ class Staging:
         if ready < self.request.tokens and not self.request.stuck:
             self._later(self._rng.uniform(0.0, 0.08), self._next_chunk)
 
-    def _call(self, ready: int) -> None:
+    def _call(self, ready: int, layers: tuple[int, ...] | None = None) -> None:
         request, now = self.request, self.life.around.clock()
         wait = self._rng.choice([0.0, 0.0, self._rng.uniform(0.0, 0.2)])
         fence = TimedFence(self.life.around.clock, now + wait, self._rng.random() < 0.002)
@@ -122,6 +143,7 @@ class Staging:
                 None,
                 fence,
                 self.ending,
+                layers,
             )
         )
 
@@ -133,10 +155,10 @@ class Staging:
         shard = self.life.seat.shard
         return self.request.kv[start:stop, :, :, shard.head_start : shard.head_stop]
 
-    def _fill(self, start: int, stop: int) -> None:
+    def _fill(self, start: int, stop: int, layers: slice = slice(None)) -> None:
         if start < stop:
             block, slot = self._places(start, stop)
-            self.life.ledger.blocks[block, :, :, :, slot] = self._kv(start, stop)
+            self.life.ledger.blocks[block, layers, :, :, slot] = self._kv(start, stop)[:, layers]
 
     def preempt(self) -> None:
         """The engine wants the blocks back; it goes on later with others."""
@@ -168,7 +190,7 @@ class Staging:
                 raise Broken(Rule.BYTES, f"the staged KV of {self.request.name} at {self.life.name} has changed")
         self.lot.released = True
         self.life.ledger.give_back(self.lot.blocks)
-        self.lot, self._ready, self._holding = Lot(self), 0, False
+        self.lot, self._ready, self._begun, self._holding = Lot(self), 0, 0, False
         if self.preempting and self.ending.outcome is None:
             self.preempting = False
             self._later(self._rng.uniform(0.0, 0.2), self._next_chunk)

@@ -1,0 +1,23 @@
+"""What a producer's ``stream`` setting comes to for one consumer rank."""
+
+from __future__ import annotations
+
+from pushkv.core.parts import span_bytes
+from pushkv.core.span import Span
+from pushkv.core.streaming import Stream, Streaming
+from pushkv.core.template import PairTemplate
+
+WORTH = 1 << 20
+"""Bytes of the least part that ``auto`` lets go early: a part costs a plan, a WRITE and a notification, whatever it
+holds, and that is to stay little beside its bytes."""
+
+
+def streaming_of(setting: str, template: PairTemplate) -> Streaming:
+    """How parts are made for the consumer rank of this pair."""
+
+    def worth(spans: tuple[Span, ...]) -> bool:
+        return sum(span_bytes(template, span) for span in spans) >= WORTH
+
+    auto = setting == "auto"
+    stream = Stream.LAYER if auto else Stream(setting)
+    return Streaming(stream, template.common_layers, template.token_grid, worth if auto else bool)

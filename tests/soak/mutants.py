@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(WRITTEN, consumer=CancelReleases),
     Mutant(WRITTEN, consumer=DeadlineReleases),
     Mutant(frozenset({Rule.BYTES}), consumer=DuplicatesCount),
-    Mutant(WRITTEN, consumer=NewEpochProves, first=7),
+    Mutant(WRITTEN, consumer=NewEpochProves, first=20),
     Mutant(READ, producer=StuckReleases),
     Mutant(WRITTEN, producer=AnswersAtOnce),
     Mutant(READ, producer=PreemptsAtOnce),

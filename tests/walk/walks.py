@@ -102,8 +102,8 @@ WALKS = (
 
 LARGER_WALKS = (
     Walk(
-        "2 attempts, 2 layers, a preemption; WRITE errors, cancels, losses",
-        Bounds(parts=1, layers=2, p_restarts=0, c_restarts=0),
+        "2 attempts, 2 layers; WRITE errors, cancels, losses",
+        Bounds(parts=1, layers=2, p_restarts=0, c_restarts=0, preemptions=0),
     ),
     Walk("1 attempt, 2 parts, a preemption, a restart a side", Bounds(attempts=1)),
     Walk("2 attempts, a restart a side", Bounds(parts=1, preemptions=0)),

@@ -37,6 +37,8 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if compat.sleeps(vllm_config):
             raise ConfigError("PushKVConnector cannot serve a cache that sleep mode takes away; disable sleep mode.")
+        if settings.stream == "layer" and getattr(vllm_config.parallel_config, "enable_dbo", False):
+            raise ConfigError("stream is 'layer' and dual-batch overlap computes a layer in two halves; use 'chunk'.")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -73,6 +75,11 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         return settings.layout == "block"
 
     supports_sleep_mode = False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Inside a graph of the whole model nobody is told of layers."""
+        return read_settings(extra_config).stream == "layer"
 
     # The scheduler's
 
@@ -147,7 +154,8 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: no request is scheduled before its KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what a step has computed goes out when the step is done."""
+        """A layer's work is queued. With ``stream="layer"`` it goes out with some others; else with the step."""
+        self._workers.layer_queued(layer_name)
 
     def wait_for_save(self) -> None:
         """The step's work is queued: a fence behind it, and its parts are staged. Waits for nothing."""

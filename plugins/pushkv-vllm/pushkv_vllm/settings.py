@@ -35,6 +35,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``landing``, ``landing_bytes`` and ``slot_bytes`` are :class:`pushkv.EndpointConfig`'s. By default GPUs get
     ``auto`` with four slots of 256 MiB, whose memory is taken beside the engine's, and everything else ``direct``.
 
+    ``stream`` is a prefill engine's: what leaves while a prompt is computed. ``auto`` and ``chunk``: what each step
+    adds (``auto`` keeps parts of less than a MiB for the next); ``layer``: also layers of the step that runs, for
+    which CUDA graphs are cut at every layer; ``request``: nothing.
+
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
     digest of the model's configuration. ``idle_wait`` is for how many seconds the scheduler may sleep in a step
@@ -59,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     landing_bytes: int = 0
     slot_bytes: int = 0
     model: str = ""
+    stream: Literal["auto", "request", "chunk", "layer"] = "auto"
     idle_wait: float = 0.003
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()
@@ -90,6 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stall=self.stall,
             nixl=self.nixl,
             limits=self.limits,
+            stream=self.stream,
             **self._landing(device),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,

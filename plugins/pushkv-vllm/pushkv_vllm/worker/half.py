@@ -96,7 +96,7 @@ class WorkerHalf:
                 transport=self._transport,
             )
             producer.introduce(ranks.gather(producer.address))
-            self._prefill = PrefillWorker(producer, cache, settings.hold)
+            self._prefill = PrefillWorker(producer, cache, settings.hold, layers=settings.stream == "layer")
             self._endpoints.append(producer)
             logger.info("PushKV: prefill rank %d is reached at %s", ranks.rank, producer.address)
         if config.is_kv_consumer:
@@ -136,6 +136,11 @@ class WorkerHalf:
             self._decode.do(directives)
         if self._prefill is not None:
             self._prefill.do(directives)
+
+    def layer_queued(self, name: str) -> None:
+        """A layer's work of the step is queued."""
+        if self._prefill is not None:
+            self._prefill.layer_queued(name)
 
     def queued(self) -> None:
         """The step's work is queued."""

@@ -11,6 +11,7 @@ from pushkv import Outcome, Producer, PushKVError, StageEnded, StageReleased
 from pushkv.backends.base import PassedFence
 from pushkv_vllm.directives import Directives, Reclaim, Reports, StagePart, Unstage
 from pushkv_vllm.worker.geometry import EngineCache
+from pushkv_vllm.worker.layers import Layers
 
 logger = init_logger("vllm.pushkv.prefill")
 
@@ -28,15 +29,19 @@ class Held:
 
 
 class PrefillWorker:
-    """``hold`` is for how many seconds after its last part a prompt waits for an offer."""
+    """``hold`` is for how many seconds after its last part a prompt waits for an offer.
 
-    def __init__(self, producer: Producer, cache: EngineCache, hold: float) -> None:
+    With ``layers`` the layers of a step are staged as they are queued, some at a time.
+    """
+
+    def __init__(self, producer: Producer, cache: EngineCache, hold: float, *, layers: bool = False) -> None:
         self._producer = producer
         self._cache = cache
         self._hold = hold
         self._transfers: dict[str, Held] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._parts: tuple[StagePart, ...] = ()
+        self._layers = Layers(cache.cache.geometry) if layers else None
         self._reports = Reports()
         self.outcomes: Counter[str] = Counter()
 
@@ -45,14 +50,23 @@ class PrefillWorker:
         for reclaim in directives.reclaims:
             self._reclaim(reclaim)
         self._parts += directives.parts
+        if self._layers is not None:
+            self._layers.begin()
         for unstage in directives.unstages:
             self._unstage(unstage)
 
+    def layer_queued(self, name: str) -> None:
+        """The work of a layer is queued: stage it with those before, every few layers."""
+        if self._layers is not None and self._parts and (counts := self._layers.queued(name)) is not None:
+            self._stage(self._parts, counts)
+
     def stage(self) -> None:
         """Stage this step's parts behind a fence: what is queued by now must be done before any is read."""
-        if not self._parts:
-            return
         parts, self._parts = self._parts, ()
+        if parts:
+            self._stage(parts)
+
+    def _stage(self, parts: tuple[StagePart, ...], layers: tuple[int, ...] | None = None) -> None:
         arrays = self._cache.cache.arrays
         fence = self._cache.cache.backend.fence(arrays[0] if arrays else None)
         for part in parts:
@@ -66,6 +80,7 @@ class PrefillWorker:
                     prompt=part.prompt,
                     prompt_tokens=part.prompt_tokens,
                     ready=part.ready,
+                    layers=layers,
                     siblings=None,
                     deadline=self._hold,
                     fence=fence,

@@ -340,15 +340,20 @@ class FakeEngine:
         return made
 
     def forward(self, worker: FakeWorker, output: Any) -> None:
-        """Check what was computed before, and compute."""
-        for name, (start, stop) in self.ranges(output).items():
-            known = self.tokens[name]
-            for group, spec in enumerate(self.cache_config.kv_cache_groups):
-                window = getattr(spec.kv_cache_spec, "sliding_window", None)
+        """Check what was computed before, and compute, layer by layer."""
+        ranges = self.ranges(output)
+        groups = enumerate(self.cache_config.kv_cache_groups)
+        layers = sorted(
+            ((layer, group, spec) for group, spec in groups for layer in spec.layer_names), key=lambda one: one[0]
+        )
+        for layer, group, spec in layers:
+            window = getattr(spec.kv_cache_spec, "sliding_window", None)
+            for name, (start, stop) in ranges.items():
                 oldest = max(0, start - window + 1) if window else 0
-                for layer in spec.layer_names:
-                    self._check(worker, name, group, layer, known, (oldest, start))
-                    self._compute(worker, name, group, layer, known, (start, stop))
+                self._check(worker, name, group, layer, self.tokens[name], (oldest, start))
+                self._compute(worker, name, group, layer, self.tokens[name], (start, stop))
+            if ranges:
+                worker.connector.save_kv_layer(layer, worker.caches[layer], None)
 
     def _values(self, known: list[int], places: tuple[int, int]) -> list[float]:
         return [value_of(tuple(known[: place + 1])) for place in range(*places)]

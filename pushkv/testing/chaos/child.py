@@ -142,7 +142,7 @@ def digest(job: Job, other: bool = False) -> bytes:
 def config(engine: str, bind: str, how: How) -> EndpointConfig:
     """An endpoint's settings."""
     return EndpointConfig(
-        engine=engine, bind=bind or "127.0.0.1:0", limits=LIMITS, silence=2.5,
+        engine=engine, bind=bind or "127.0.0.1:0", limits=LIMITS, silence=2.5, stream="layer",
         landing="landing" if how.landing else "direct", slot_bytes=SLOT_BYTES, landing_bytes=SLOTS * SLOT_BYTES,
         verify="checksum" if how.verify else "off",
     )  # fmt: skip

@@ -84,7 +84,8 @@ def config_of(shape: Shape, model: Path) -> VllmConfig:
         kv_connector_module_path="pushkv_vllm.connector",
         kv_role=shape.role,
         kv_load_failure_policy=shape.policy,
-        kv_connector_extra_config={"port": 0, "idle_wait": 0.001, **dict(shape.settings)},
+        # The prompts are so small that by default nothing would leave before their end.
+        kv_connector_extra_config={"port": 0, "idle_wait": 0.001, "stream": "chunk", **dict(shape.settings)},
     )
     config: VllmConfig = EngineArgs(
         model=str(model), dtype="float32", enforce_eager=True, max_model_len=1024, block_size=32,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -142,28 +142,25 @@ class PullTarget(Target):
         return done
 
 
-def _config(engine: str, settings: ServeSettings) -> EndpointConfig:
-    return EndpointConfig(engine=engine, silence=SILENCE_S, landing=settings.landing)
+def _config(engine: str, settings: ServeSettings, *, stream: bool = False) -> EndpointConfig:
+    parts: Literal["chunk", "request"] = "chunk" if stream else "request"
+    return EndpointConfig(engine=engine, silence=SILENCE_S, landing=settings.landing, stream=parts)
 
 
 class PushSource(Source):
-    """PushKV's producer; with ``stream`` it is told of each chunk."""
+    """PushKV's producer, told of each chunk; with ``stream`` it sends each, without all of them in the end."""
 
     def __init__(self, memory: Memory, settings: ServeSettings, *, stream: bool) -> None:
         from pushkv import Producer
 
-        self._producer = Producer(_config("prefill", settings), memory.cache)
-        self._stream = stream
+        self._producer = Producer(_config("prefill", settings, stream=stream), memory.cache)
 
     @property
     def where(self) -> Any:
         return self._producer.address
 
     def computed(self, request: Request, blocks: Sequence[int], tokens: int) -> None:
-        if self._stream or tokens == request.tokens:
-            self._producer.stage(
-                request.name, blocks, prompt=request.digest, prompt_tokens=request.tokens, ready=tokens
-            )
+        self._producer.stage(request.name, blocks, prompt=request.digest, prompt_tokens=request.tokens, ready=tokens)
 
     def finished(self, done: Prefilled) -> bool:
         return False

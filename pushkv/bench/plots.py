@@ -133,6 +133,7 @@ def _finish(figure: Any, every: Iterable[Any], title: str) -> None:
     for axes in every:
         axes.grid(alpha=0.3, which="both")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), int(figure.get_figwidth() // 2))))
+    columns = max(1, min(len(labels), int(figure.get_figwidth() // 2)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     if title:
         figure.suptitle(title)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -75,7 +76,7 @@ def main() -> None:
             mode = "push" if cluster.connector.push else "sequential"
             routers[name] = stack.enter_context(cluster.router(mode=mode))
             print(f"{name} is up", file=sys.stderr)
-        seen = asyncio.run(measure(clusters, routers, cells, options.rounds, options.requests, options.answer))
+        seen = asyncio.run(measure(clusters, routers, cells, options))
     report(seen, cells, options.json)
 
 
@@ -84,6 +85,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--connectors", default="pushkv,stock-push", help=f"of {', '.join(CONNECTORS)}")
     made.add_argument("--cells", default="512x1,2048x1,4000x1,1024x4", help="tokens x requests at a time")
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--limit", type=float, default=3600.0, help="begin no round after so many seconds")
     made.add_argument("--requests", type=int, default=8, help="requests a round")
     made.add_argument("--answer", type=int, default=32, help="tokens an answer")
     made.add_argument("--json", type=Path, help="also write what was seen to this file")
@@ -91,21 +93,26 @@ def arguments() -> argparse.Namespace:
     return made.parse_args()
 
 
-async def measure(clusters: dict[str, Cluster], routers: dict[str, Router], cells: list[Cell], rounds: int,
-                  requests: int, answer: int) -> dict[str, dict[Cell, Seen]]:  # fmt: skip
+async def measure(
+    clusters: dict[str, Cluster], routers: dict[str, Router], cells: list[Cell], options: argparse.Namespace
+) -> dict[str, dict[Cell, Seen]]:
     """Let the connectors take turns; the first round of each is for warming up and not kept."""
     seen = {name: {cell: Seen() for cell in cells} for name in routers}
+    end = time.monotonic() + options.limit
     async with session() as client:
-        for number in range(rounds + 1):
+        for number in range(options.rounds + 1):
             for cell in cells:
                 chance = random.Random(hash((number, cell)))
+                requests = options.requests if number else cell.at_once
                 prompts = [
                     tuple(chance.randrange(3, VOCABULARY) for _ in range(cell.tokens)) for _ in range(requests)
                 ]
                 for name in chance.sample(list(routers), len(routers)):
                     kept = seen[name][cell] if number else Seen()
-                    await one_round(client, clusters[name], routers[name], cell, prompts, answer, kept)
-            print(f"round {number} of {rounds}", file=sys.stderr)
+                    await one_round(client, clusters[name], routers[name], cell, prompts, options.answer, kept)
+            print(f"round {number} of {options.rounds}", file=sys.stderr)
+            if time.monotonic() > end:
+                break
     return seen
 
 
@@ -157,7 +164,7 @@ def report(seen: dict[str, dict[Cell, Seen]], cells: list[Cell], file: Path | No
             "answers equal": all(one == answers[0] for one in answers),
         })  # fmt: skip
     print("\nMedians in ms.\n")
-    text = json.dumps(told, indent=1)
+    text = json.dumps({"load": os.getloadavg()[0], "cells": told}, indent=1)
     print(text)
     if file is not None:
         file.write_text(text)

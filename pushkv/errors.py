@@ -63,6 +63,10 @@ class PeerLost(TransportError):
     """The data mover says that the peer is gone. This is no proof that its WRITEs have ended."""
 
 
+class NoSlots(PushKVError):
+    """No landing slot is to be had before there is proof about those that are quarantined."""
+
+
 class ForkedProcess(PushKVError):
     """An endpoint, or what it gave, is used in a child of the process that made it."""
 

@@ -93,6 +93,11 @@ class ConsumerMachine(Recipient):
             return False
         return self._ring.find(message.credit, peer, key, message.part) is not None
 
+    def stuck_slots(self) -> Counter[str]:
+        """By peer, how many landing slots nothing but proof gives back; those that Drained is awaited for are not."""
+        owners = ((berth.peer, self._transfers[berth.key].ranks[berth.peer]) for berth in self._ring.quarantined())
+        return Counter(peer for peer, rank in owners if rank.custody is Target.QUARANTINED)
+
     @property
     def lands(self) -> bool:
         """Whether a landing slot is granted or scattered."""
@@ -181,7 +186,7 @@ class ConsumerMachine(Recipient):
         """Act on one timer, which is no longer set."""
         match timer:
             case ("deadline", TransferKey() as key):
-                self._finish(key, Outcome.EXPIRED, "its deadline passed", now)
+                self._finish(key, Outcome.EXPIRED, f"its deadline passed{self._waiting(key)}", now)
             case ("resend", TransferKey() as key, str(peer)):
                 self._resend(key, peer, now)
             case ("renew", str(peer)):
@@ -195,6 +200,13 @@ class ConsumerMachine(Recipient):
         """Take the commands that have gathered."""
         taken, self._commands = self._commands, []
         return taken
+
+    def _waiting(self, key: TransferKey) -> str:
+        """What a transfer that lands still waits for, in words."""
+        if not self._ring.wants(key):
+            return ""
+        stuck = sum(self.stuck_slots().values())
+        return f" while it waited for a landing slot; {stuck} of {self.slots.count} wait for proof"
 
     # Offers
 

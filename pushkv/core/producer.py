@@ -26,6 +26,7 @@ from pushkv.core.messages import (
 )
 from pushkv.core.outcome import Outcome
 from pushkv.core.packing import Packing
+from pushkv.core.ring import starved
 from pushkv.core.sending import Customer, Cut, Owed, Part, Serving
 from pushkv.core.span import Span
 from pushkv.core.stages import Stage
@@ -351,12 +352,19 @@ class ProducerMachine(Packing):
             self._advance(serving, stage, now)
 
     def _landing_refusal(self, serving: Serving) -> tuple[Outcome, str] | None:
-        if not serving.lands or self._book.customers[serving.peer].cut is not None:
+        if not serving.lands:
             return None
-        return (
-            Outcome.REJECTED_GEOMETRY,
-            "this producer has no staging slots to fill landing slots from: offer blocks",
-        )
+        if self._book.customers[serving.peer].cut is None:
+            what = "this producer has no staging slots to fill landing slots from: offer blocks"
+            return Outcome.REJECTED_GEOMETRY, what
+        stuck = self._staging.stuck()
+        if starved(stuck, serving.peer, self.slots.count):
+            self.counts["refused for want of staging slots"] += 1
+            what = (
+                f"{sum(stuck.values())} of this producer's {self.slots.count} staging slots wait for proof: fence it"
+            )
+            return Outcome.REJECTED_BUSY, what
+        return None
 
     def _advance(self, serving: Serving, stage: Stage, now: float) -> None:
         """Post what is computed and not sent; a part once posted never changes."""

@@ -9,7 +9,7 @@ slots that wait for proof count for the peer that is to blame.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pushkv.core.messages import Complete, Credit, TransferKey
@@ -17,6 +17,14 @@ from pushkv.core.states import PACK, SLOT, Pack, PackEvent, Slot, SlotEvent, ste
 
 SHARE = 2
 """A peer may hold this many times what is free."""
+
+
+def starved(stuck: Mapping[str, int], peer: str, count: int) -> bool:
+    """Whether this peer gets none of ``count`` slots before there is proof, though all that need none come back.
+
+    ``stuck`` are the slots that wait for proof, by the peer that is to blame.
+    """
+    return stuck.get(peer, 0) >= SHARE * (count - sum(stuck.values()))
 
 
 class SlotPool:
@@ -126,6 +134,14 @@ class LandingRing:
         """How many slots are in which custody, FREE ones left out."""
         return Counter(berth.state for berth in self._berths.values())
 
+    def quarantined(self) -> list[Berth]:
+        """The slots that were granted to transfers which are over, and have not been written."""
+        return [berth for berth in self._berths.values() if berth.state is Slot.QUARANTINED]
+
+    def wants(self, key: TransferKey) -> bool:
+        """Whether a part of this transfer waits for a slot."""
+        return any(key in wanted for wanted in self._wanted.values())
+
     def want(self, peer: str, key: TransferKey, before: int, parts: int) -> None:
         """This many parts of a transfer want a slot in all, where it were ``before``; they get them in order."""
         wanted = self._wanted.setdefault(peer, {})
@@ -234,6 +250,10 @@ class StagingSlots:
     def custody(self) -> Counter[Pack]:
         """How many slots are in which custody, FREE ones left out."""
         return Counter(packed.state for packed in self._packed.values())
+
+    def stuck(self) -> Counter[str]:
+        """By peer, how many slots wait for proof that a failed WRITE reads them no more."""
+        return Counter(packed.peer for packed in self._packed.values() if packed.state is Pack.STUCK)
 
     def wait(self, peer: str) -> None:
         """Something for this peer could be gathered."""

@@ -14,12 +14,11 @@ from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, Ended, Released
 from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.geometry import Geometry
-from pushkv.core.messages import Blocks, Ring, TransferKey
+from pushkv.core.messages import Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.prompt import DIGEST_BYTES
 from pushkv.core.receiving import Order
-from pushkv.core.template import Range, uncovered
-from pushkv.core.ways import lands, weigh
+from pushkv.core.template import uncovered
 from pushkv.errors import AddressError, GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.address import Address, parse_dialled
@@ -29,10 +28,11 @@ from pushkv.runtime.ending import Ending
 from pushkv.runtime.endpoint import Endpoint, TransportFactory
 from pushkv.runtime.forked import OfOneProcess
 from pushkv.runtime.life import Life
-from pushkv.runtime.pair import Pair, tables
+from pushkv.runtime.pair import Pair
 from pushkv.runtime.requests import MOST, check_request, check_tables, pack_blocks, whole
 from pushkv.runtime.side import Shared
 from pushkv.runtime.slots import pool_of
+from pushkv.runtime.way import Way
 from pushkv.trace import Trace
 
 REDIAL, REDIAL_MOST = 1.0, 30.0
@@ -119,8 +119,7 @@ class Consumer(Endpoint[Consuming]):
         """When a rank that is away is dialled next, and how long was waited for that."""
         self._redials: dict[str, Dial] = {}
         super().__init__(config, cache, transport=transport, trace=trace)
-        slots, costs = self._shared.slots, config.landing_costs
-        self._costs = slots.costs(costs) if slots is not None and config.landing == "auto" else costs
+        self._way = Way(config, self._shared.slots, lambda: [life.side for life in self._lives], self._shared.stats)
         self._listen()
 
     def _make_side(self, shared: Shared) -> Consuming:
@@ -230,7 +229,8 @@ class Consumer(Endpoint[Consuming]):
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
             told = {pair.agent: siblings * self._readers(pair) for pair in pairs}
-            target = Ring(into.tables) if self._lands(pairs, into, (start, stop)) else into
+            lands = self._way.lands(pairs, into, (start, stop), self.address)
+            target = Ring(into.tables) if lands else into
             return Order(key, target, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
@@ -273,16 +273,9 @@ class Consumer(Endpoint[Consuming]):
         life.submit(lambda side: side.decline(key, told))
         return handle
 
-    def _lands(self, pairs: tuple[Pair, ...], into: Blocks, tokens: Range) -> bool:
-        """Whether a transfer's parts land in slots: where they can, and ``auto`` finds it cheaper."""
-        slots = self._shared.slots
-        if slots is None or not all(pair.room for pair in pairs):
-            return False
-        if self.config.landing == "landing":
-            return True
-        weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
-        pieces, size = sum(weight.pieces for weight in weights), sum(weight.bytes for weight in weights)
-        return lands(self._costs, pieces, size, min(pair.room for pair in pairs))
+    def stats(self) -> dict[str, int]:
+        """As for every endpoint; where it has landing slots, also how many wait for nothing but proof now."""
+        return super().stats() | self._way.figures()
 
     def _readers(self, pair: Pair) -> int:
         """How many offers of a transfer this engine has for a producer rank, times n; 0 also where nobody knows."""

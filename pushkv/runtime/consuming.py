@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from pushkv.core.template import PairTemplate
 from pushkv.errors import (
     HandshakeError,
     HandshakeRefused,
+    NoSlots,
     PeerLost,
     ProtocolError,
     PushKVError,
@@ -92,6 +94,8 @@ def _refusal(error: Exception) -> Outcome:
         return Outcome.PEER_LOST
     if isinstance(error, TransportError):
         return Outcome.TRANSPORT_ERROR
+    if isinstance(error, NoSlots):
+        return Outcome.REJECTED_BUSY
     return Outcome.SUPERSEDED if isinstance(error, ProtocolError) else Outcome.REJECTED_GEOMETRY
 
 
@@ -109,6 +113,8 @@ class Consuming(Scattering):
         self._offered: dict[TransferKey, int] = {}
         self.held_blocks = 0
         self.quarantined_blocks = 0
+        self.stuck_slots: Counter[str] = Counter()
+        """By peer, the landing slots that wait for nothing but proof; also read by other threads."""
         self._blocks: dict[TransferKey, list[frozenset[int]]] = {}
         self._refused: dict[TransferKey, set[TransferKey]] = {}
         """Refused transfers whose blocks others have in custody, and which: they are released after those."""
@@ -136,6 +142,7 @@ class Consuming(Scattering):
         self.in_custody = len(self.machine.transfers()) + len(self._refused)
         self.held_blocks = self.machine.held_blocks()
         self.quarantined = self.machine.quarantined
+        self.stuck_slots = self.machine.stuck_slots()
         self.quarantined_blocks = self.machine.held_blocks(Target.QUARANTINED) if self.quarantined else 0
 
     def end_open(self, outcome: Outcome, detail: str) -> None:

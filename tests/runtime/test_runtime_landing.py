@@ -205,7 +205,7 @@ class TestAgreement:
         array = fill(memory_of())
         consumer = scene.consumer(cache=cache_of(array), landing="auto", slot_bytes=1 << 14, landing_bytes=1 << 15)
         before = array.copy()
-        assert consumer._costs.copy > 0
+        assert consumer._way._costs.copy > 0
         assert (array == before).all()
 
     def test_settings_that_leave_no_room(self, scene: Scene) -> None:

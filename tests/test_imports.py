@@ -53,7 +53,7 @@ def ours(module: str) -> str:
     ("folder", "third_party", "folders"),
     [
         ("core", {"numpy", "msgspec"}, {"core", "errors"}),
-        ("backends", {"numpy", "msgspec", "torch"}, {"backends", "core", "errors", "hookspecs"}),
+        ("backends", {"numpy", "msgspec", "torch", "triton"}, {"backends", "core", "errors", "hookspecs"}),
         ("transport", {"numpy", "msgspec"}, {"transport", "core", "errors"}),
         ("runtime", {"numpy", "msgspec", "zmq"}, {"runtime", "transport", "backends", "core", "errors", "config",
                                                   "cache", "trace"}),
@@ -80,6 +80,11 @@ def test_torch_is_imported_inside_functions_alone() -> None:
         for module, top_level in imports(path):
             if module.partition(".")[0] == "torch":
                 assert not top_level, f"{path} imports {module} when it is loaded"
+
+
+def test_triton_is_one_modules_alone() -> None:
+    importing = {path.name for path in files(".") for module, _ in imports(path) if module.partition(".")[0] == "triton"}
+    assert importing == {"row_kernel.py"}
 
 
 def test_nixl_is_the_nixl_transports_alone() -> None:

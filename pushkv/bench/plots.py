@@ -109,7 +109,8 @@ def _against_load(pyplot: Any, result: Row, value: str, label: str, *, log: bool
     lengths = list(dict.fromkeys(cell["length"] for cell in cells))
     modes = list(dict.fromkeys(cell["mode"] for cell in cells))
     width = 3.4 * len(lengths) + 0.6
-    figure, every = pyplot.subplots(1, len(lengths), figsize=(width, 4.2), layout="constrained", squeeze=False)
+    shape = {"figsize": (width, 4.2), "layout": "constrained", "squeeze": False, "sharey": not log}
+    figure, every = pyplot.subplots(1, len(lengths), **shape)
     for axes, length in zip(every[0], lengths, strict=True):
         for mode in modes:
             ours = [cell for cell in cells if (cell["length"], cell["mode"]) == (length, mode)]
@@ -120,6 +121,8 @@ def _against_load(pyplot: Any, result: Row, value: str, label: str, *, log: bool
         axes.minorticks_off()
         if log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda time, _: f"{time:g}")
+            axes.yaxis.set_minor_formatter(lambda time, _: f"{time:g}")
     every[0][0].set_ylabel(label)
     _finish(figure, every[0], "")
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pushkv.errors import ConfigError
@@ -17,6 +18,7 @@ def require(vllm_config: Any) -> None:
     _require_block_size(int(vllm_config.cache_config.block_size))
     _require_buffer(str(getattr(vllm_config.kv_transfer_config, "kv_buffer_device", None) or "neuron"))
     _refuse_context_parallel(vllm_config.parallel_config)
+    _refuse_layers(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {})
 
 
 def _require_block_size(size: int) -> None:
@@ -41,6 +43,14 @@ def _refuse_context_parallel(parallel: Any) -> None:
                 f"{name} is {size}: each rank then holds every {size}th block alone, which no geometry here "
                 "describes; set it to 1, or use vLLM-Neuron's NeuronNixlConnector."
             )
+
+
+def _refuse_layers(extra: Mapping[str, Any]) -> None:
+    if extra.get("stream") == "layer":
+        raise ConfigError(
+            "stream is 'layer', and on Trainium the model is one compiled graph that calls no hook a layer: set it "
+            "to 'chunk', which streams a step at a time."
+        )
 
 
 def packed(vllm_config: Any) -> bool:

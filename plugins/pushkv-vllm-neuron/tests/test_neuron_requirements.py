@@ -12,10 +12,20 @@ from pushkv_vllm_neuron.requirements import packed, require
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    told = {"block_size": 32, "kv_buffer_device": "cuda", "decode": 1, "prefill": 1, "neuron_config": {}, **changes}
+    told = {
+        "block_size": 32,
+        "kv_buffer_device": "cuda",
+        "decode": 1,
+        "prefill": 1,
+        "neuron_config": {},
+        "extra": None,
+        **changes,
+    }
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=told["block_size"], cache_dtype="auto"),
-        kv_transfer_config=SimpleNamespace(kv_buffer_device=told["kv_buffer_device"]),
+        kv_transfer_config=SimpleNamespace(
+            kv_buffer_device=told["kv_buffer_device"], kv_connector_extra_config=told["extra"]
+        ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=told["decode"], prefill_context_parallel_size=told["prefill"]
         ),
@@ -26,7 +36,7 @@ def config(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("device", ["cuda", "neuron", None])
 def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
-    require(config(block_size=size, kv_buffer_device=device))
+    require(config(block_size=size, kv_buffer_device=device, extra={"stream": "chunk"}))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +49,7 @@ def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
             "decode_context_parallel_size is 4: .* set it to 1, or use .*NeuronNixlConnector",
         ),
         ({"prefill": 2}, "prefill_context_parallel_size is 2"),
+        ({"extra": {"stream": "layer"}}, "stream is 'layer'.* set it to 'chunk'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(changes: dict[str, Any], told: str) -> None:

@@ -181,6 +181,11 @@ class PairTemplate:
         return [sorted(place[name] for name in pair.layers) for pair, place in zip(self.pairs, places, strict=True)]
 
     @cached_property
+    def layers_apart(self) -> bool:
+        """Whether some layers of a block are in no smaller pieces than all: not where layers lie side by side."""
+        return not any(pair.heads and pair.layers and _joins_layers(pair) for pair in self.pairs)
+
+    @cached_property
     def token_grid(self) -> int:
         """At multiples of so many tokens blocks end on both sides, in every group whose tokens are moved."""
         pairs = [pair for pair in self.pairs if pair.heads and pair.layers and pair.source.kind is not Kind.STATE]
@@ -224,6 +229,12 @@ class PairTemplate:
         if (whole.target[rows] != some.target).any() or (some.length != unit).any():
             return None
         return source.first[start + rows], target.first[start + rows]
+
+
+def _joins_layers(pair: GroupPair) -> bool:
+    block = whole_blocks_match(pair)
+    one, all_ = (pair.pieces((0, count), block=block).length for count in (1, len(pair.layers)))
+    return bool(all_.max() > one.max())
 
 
 def whole_blocks_match(pair: GroupPair) -> bool:

@@ -10,7 +10,10 @@ import pytest
 
 from pushkv import Consumer, KVCache, Outcome, Producer
 from pushkv.core.layouts import Shard, shard
+from pushkv.core.streaming import Stream
+from pushkv.core.template import PairTemplate
 from pushkv.errors import ConfigError, ProtocolError
+from pushkv.runtime.streaming import streaming_of
 from pushkv.transport.memory import Faults, Network
 from runtime.scene import (
     TOKENS,
@@ -263,3 +266,16 @@ class TestManyRanks:
         """Layers, sides, heads, tokens, content of a prompt."""
         chosen = np.transpose(array, [axes.index(axis) for axis in "LSHBNC"])[:, :, :, blocks]
         return chosen.reshape(*chosen.shape[:3], -1, chosen.shape[5])
+
+
+@pytest.mark.parametrize(
+    ("axes", "stream"),
+    [("LSBNHC", Stream.LAYER), ("LBSNHC", Stream.LAYER), ("BLSNHC", Stream.CHUNK), ("BHLSNC", Stream.CHUNK)],
+)
+def test_layers_that_lie_side_by_side_go_together(axes: str, stream: Stream) -> None:
+    sizes = {"L": 3, "S": 2, "B": 8, "N": 4, "H": 2, "C": 8}
+    cache = KVCache.of(np.zeros([sizes[axis] for axis in axes], np.float32), axes, heads=2)
+    template = PairTemplate(cache.geometry, cache.geometry)
+    assert streaming_of("layer", template).stream is stream
+    assert streaming_of("auto", template).stream is stream
+    assert streaming_of("request", template).stream is Stream.REQUEST

@@ -78,8 +78,11 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Inside a graph of the whole model nobody is told of layers."""
-        return read_settings(extra_config).stream == "layer"
+        """Never: inside a graph of the whole model nobody is told of layers, and then they go when the step is done.
+
+        Steps that compute prompts are in no such graph, but with ``cudagraph_mode`` FULL.
+        """
+        return False
 
     # The scheduler's
 

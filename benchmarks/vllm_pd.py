@@ -88,6 +88,7 @@ CASES = {
     "stock-push-cross": Case("NixlPushConnector", True, {"enable_cross_layers_blocks": "True"}, CROSS),
     "pushkv": Case("PushKVConnector", True),
     "pushkv-cross": Case("PushKVConnector", True, {}, CROSS),
+    "pushkv-layer": Case("PushKVConnector", True, {"stream": "layer"}),
     "pushkv-direct": Case("PushKVConnector", True, {"landing": "direct"}),
 }
 

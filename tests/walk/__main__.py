@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from walk import parallel
 from walk.mutants import MUTANTS
 from walk.search import Walked
-from walk.walks import EVERYTHING, LARGER_WALKS, WALKS
+from walk.walks import EVERYTHING, LARGER_WALKS, LONG_WALKS, WALKS
 
 RULES = (
     "custody ends on proof: no byte lands in a block that is not, or no longer, its transfer's",
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         seen = parallel.walk(EVERYTHING.bounds, os.cpu_count() or 1, told=lambda words: print(words, flush=True))
         return int(_bad(EVERYTHING.name, seen, time.monotonic() - began))
     bad = 0
-    for each in LARGER_WALKS if "--full" in arguments else WALKS:
+    for each in LARGER_WALKS if "--full" in arguments else (*WALKS, *LONG_WALKS):
         began = time.process_time()
         seen = each.run()
         bad += _bad(each.name, seen, time.process_time() - began)

@@ -25,23 +25,16 @@ class Walk:
 LANDING = Bounds(parts=1, p_restarts=0, c_restarts=0, preemptions=0, slots=1)
 TWO = Bounds(attempts=1, parts=1, ranks=2, p_restarts=0, c_restarts=0, preemptions=0)
 
+QUIET: dict[str, bool] = {"write_errors": False, "losses": False}
+
 WALKS = (
+    Walk("2 attempts, 2 parts, a preemption; cancels", Bounds(p_restarts=0, c_restarts=0, **QUIET)),
+    Walk("1 attempt, 2 parts, a restart a side; cancels", Bounds(attempts=1, preemptions=0, **QUIET)),
     Walk(
-        "2 attempts, 2 parts, a preemption; WRITE errors, cancels, losses",
-        Bounds(p_restarts=0, c_restarts=0),
+        "2 attempts, a producer's restart; WRITE errors, cancels",
+        Bounds(parts=1, c_restarts=0, preemptions=0, losses=False),
     ),
-    Walk(
-        "1 attempt, 2 parts, a restart a side; WRITE errors, cancels, losses",
-        Bounds(attempts=1, preemptions=0),
-    ),
-    Walk(
-        "2 attempts, a producer's restart, a preemption; WRITE errors, cancels, losses",
-        Bounds(parts=1, c_restarts=0),
-    ),
-    Walk(
-        "2 attempts, a consumer's restart; WRITE errors, cancels, losses",
-        Bounds(parts=1, p_restarts=0, preemptions=0),
-    ),
+    Walk("2 attempts, a consumer's restart; cancels", Bounds(parts=1, p_restarts=0, preemptions=0, **QUIET)),
     Walk(
         "1 attempt, 2 parts, staged twice, a preemption, refusals; fair weather",
         Bounds(attempts=1, stagings=2, p_restarts=0, c_restarts=0, refusals=True),
@@ -58,8 +51,8 @@ WALKS = (
         fair=True,
     ),
     Walk(
-        "1 attempt, 2 parts of 2 layers, a preemption; WRITE errors, cancels",
-        Bounds(attempts=1, layers=2, p_restarts=0, c_restarts=0, losses=False),
+        "1 attempt, 2 parts of 2 layers, a preemption; cancels",
+        Bounds(attempts=1, layers=2, p_restarts=0, c_restarts=0, **QUIET),
     ),
     Walk(
         "1 attempt, 2 layers, a preemption, staged twice; WRITE errors, cancels, losses; fair weather",
@@ -68,8 +61,8 @@ WALKS = (
     ),
     Walk("2 ranks, 1 attempt; WRITE errors, cancels, losses; fair weather", TWO, fair=True),
     Walk(
-        "2 ranks, 1 attempt, a restart of one; cancels, losses",
-        replace(TWO, p_restarts=1, write_errors=False),
+        "2 ranks, 1 attempt, a restart of one; cancels",
+        replace(TWO, p_restarts=1, write_errors=False, losses=False),
     ),
     Walk("2 ranks, 1 attempt, 2 parts; cancels", replace(TWO, parts=2, write_errors=False, losses=False)),
     Walk(
@@ -99,6 +92,34 @@ WALKS = (
         replace(LANDING, attempts=1, p_restarts=1, c_restarts=1, write_errors=False, losses=False),
     ),
 )
+
+LONG_WALKS = (
+    Walk(
+        "2 attempts, 2 parts, a preemption; WRITE errors, cancels, losses",
+        Bounds(p_restarts=0, c_restarts=0),
+    ),
+    Walk(
+        "1 attempt, 2 parts, a restart a side; WRITE errors, cancels, losses",
+        Bounds(attempts=1, preemptions=0),
+    ),
+    Walk(
+        "2 attempts, a producer's restart, a preemption; WRITE errors, cancels, losses",
+        Bounds(parts=1, c_restarts=0),
+    ),
+    Walk(
+        "2 attempts, a consumer's restart; WRITE errors, cancels, losses",
+        Bounds(parts=1, p_restarts=0, preemptions=0),
+    ),
+    Walk(
+        "2 ranks, 1 attempt, a restart of one; cancels, losses",
+        replace(TWO, p_restarts=1, write_errors=False),
+    ),
+    Walk(
+        "1 attempt, 2 parts of 2 layers, a preemption; WRITE errors, cancels",
+        Bounds(attempts=1, layers=2, p_restarts=0, c_restarts=0, losses=False),
+    ),
+)
+"""With everything that :data:`WALKS` has by turns: what `make walk` makes besides those of every build."""
 
 LARGER_WALKS = (
     Walk(

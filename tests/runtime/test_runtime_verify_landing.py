@@ -317,6 +317,30 @@ class TestALittleAtATime:
         assert other.arrived()
 
 
+def test_a_part_is_looked_at_once_whatever_is_said_of_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that sends a part's notification a thousand times, each with another digest, gets one look."""
+    producer, consumer, link = connected(scene)
+    push, other = pushes(producer, consumer, 2, tokens=8)
+    part, most = verifying.Verifying.part, [0]
+
+    def flood(self: Any, pair: Any, complete: Complete, now: float) -> None:
+        for number in range(1000):
+            part(self, pair, msgspec.structs.replace(complete, digest=number.to_bytes(4, "big")), now)
+            most.append(len(self._looks))
+
+    monkeypatch.setattr(verifying.Verifying, "part", flood)
+    transfer = push.offer(link)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
+    assert max(most) == 1
+    assert consumer.stats()["parts that come while they are verified"] == 999
+    monkeypatch.setattr(verifying.Verifying, "part", part)
+    good = other.offer(link)
+    other.stage()
+    assert good.wait(WAIT) is Outcome.COMPLETE
+    until(lambda: all_free(producer, consumer), "the slots")
+
+
 def test_both_ways_beside_each_other(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``auto`` each transfer is verified where it comes in."""
     settings = {**SETTINGS, "landing": "auto"}

@@ -68,7 +68,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     ``stream`` is a producer's: which parts leave while a prompt is computed. ``request``: none, ``chunk``: the tokens
     that each call of ``stage`` adds, ``layer``: also the layers that one with ``layers`` adds, ``auto``: what
-    ``layer`` does, but parts of less than a MiB wait for more.
+    ``layer`` does, but parts of less than 4 MiB wait for more.
 
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 

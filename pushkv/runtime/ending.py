@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from pushkv.core.messages import Blocks
 from pushkv.core.outcome import Outcome
 from pushkv.runtime.forked import OfOneProcess
 
@@ -16,6 +17,8 @@ class Ending(OfOneProcess):
         self.detail = ""
         self.known = False
         """Whether somebody has waited and been told the outcome."""
+        self.blocks: Blocks | None = None
+        """A stage's, of the last call that named them, until they are asked back."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._released = threading.Event()

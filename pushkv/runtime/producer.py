@@ -9,8 +9,10 @@ from pushkv.backends.base import Fence
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, StageEnded, StageReleased
+from pushkv.core.messages import Blocks
 from pushkv.core.outcome import Outcome
 from pushkv.core.producer import ProducerMachine
+from pushkv.errors import ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.address import check_reachable, parse
 from pushkv.runtime.control import Route
@@ -80,7 +82,7 @@ class Producer(Endpoint[Producing]):
         prompt's end.) With ``layers``, a number for every cache group or one for each, that is so for as many first
         layers alone, in the cache's order, and for the others up to where the calls before said. ``prompt`` is
         :func:`pushkv.prompt_digest` of the whole prompt. ``blocks`` are ids from the prompt's start, one list for a
-        cache of one group, else one a group.
+        cache of one group, else one a group; None for those of the call before, which costs the engine less.
         ``siblings`` is after how many offers served the stage ends: one for each consumer rank that this rank writes
         to (:func:`pushkv.core.template.writers` tells which those are), times the n of a request with n > 1. A rank
         that writes to none, as another has the same heads and does, need not stage. With None the stage waits for as
@@ -98,22 +100,29 @@ class Producer(Endpoint[Producing]):
         if transfer not in self._stages:
             self._check_new()
         check_request(transfer, prompt, deadline)
-        packed = pack_blocks(self.cache, blocks)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
         ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
         if ready < prompt_tokens:  # a block that is copied whole has to be complete, unless the prompt ends in it
             ready -= ready % self._grain
         counts = None if layers is None else layer_counts(self.cache, layers, transfer)
         siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
-        behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         ending = self._stages.get(transfer) or self._untold_end(transfer)
+        packed = pack_blocks(self.cache, blocks) if blocks is not None else self._blocks_before(transfer, ending)
+        behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
         if ending is None:
             ending = self._stages[transfer] = Ending()
         if not ending.hold():
             return ending
+        ending.blocks = packed
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending, counts)
         self._submit(lambda side: side.stage(call))
         return ending
+
+    @staticmethod
+    def _blocks_before(transfer: str, ending: Ending | None) -> Blocks:
+        if ending is None or ending.blocks is None:
+            raise ProtocolError(f"{transfer} is staged in the blocks of the call before, and none has named any.")
+        return ending.blocks
 
     def introduce(self, addresses: Sequence[str]) -> None:
         """Tell consumers that connect to this rank where all ranks of the engine are, in the order of ranks."""
@@ -142,6 +151,8 @@ class Producer(Endpoint[Producing]):
         The returned ending is released when no WRITE reads the blocks any more.
         """
         ending = self._stages.get(transfer)
+        if ending is not None:
+            ending.blocks = None
         self._submit_to_all(lambda side: side.preempt(transfer))
         return ending
 

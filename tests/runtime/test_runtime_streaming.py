@@ -13,7 +13,7 @@ from pushkv.core.layouts import Shard, shard
 from pushkv.core.streaming import Stream
 from pushkv.core.template import PairTemplate
 from pushkv.errors import ConfigError, ProtocolError
-from pushkv.runtime.streaming import streaming_of
+from pushkv.runtime.streaming import WORTH, streaming_of
 from pushkv.transport.memory import Faults, Network
 from runtime.scene import (
     TOKENS,
@@ -114,7 +114,7 @@ def test_what_leaves_by_the_setting(scene: Scene, stream: str) -> None:
 
 
 def test_auto_lets_go_what_is_large_enough(scene: Scene) -> None:
-    content = (1 << 20) // (LAYERS * 2 * 2 * 4 * 8 * TOKENS)
+    content = WORTH // (LAYERS * 2 * 2 * 4 * 8 * TOKENS)
     caches = [cache_of(memory_of(layers=LAYERS, content=content)) for _ in range(2)]
     fill(caches[0].arrays[0])  # type: ignore[arg-type]
     producer = scene.producer(cache=caches[0], stream="auto")
@@ -209,6 +209,24 @@ def test_layers_that_cannot_be(scene: Scene, layers: Any, says: str) -> None:
     push, _ = pushed(scene)
     with pytest.raises(ProtocolError, match=says):
         push.stage(ready=16, layers=layers if layers != "x" else [1.5])
+
+
+def test_the_blocks_of_the_call_before(scene: Scene) -> None:
+    push, link = pushed(scene)
+    transfer = push.offer(link)
+    with pytest.raises(ProtocolError, match="none has named any"):
+        push.stage(blocks=None, ready=4)
+    stage = push.stage(ready=16)
+    assert push.stage(blocks=None, ready=24, layers=2) is stage
+    until(lambda: there(push, slice(2), 16, 24))
+    push.scene_producer.preempt("r")
+    assert stage.wait_released(WAIT)
+    with pytest.raises(ProtocolError, match="none has named any"):
+        push.stage(blocks=None)
+    push.stage(ready=24)
+    push.stage(blocks=None)
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert push.arrived()
 
 
 def test_a_setting_that_there_is_not(scene: Scene) -> None:

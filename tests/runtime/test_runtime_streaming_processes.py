@@ -15,11 +15,11 @@ from runtime.scene import WAIT, Array, until
 pytestmark = pytest.mark.processes
 
 LAYERS, BLOCKS, TOKENS = 4, 32, 128
-"""Tokens of the prompt, 64 KiB each in all layers, so that a layer of half of them is 1 MiB: 16 blocks of eight."""
+"""Tokens of the prompt, 64 KiB each in all layers: 16 blocks of eight."""
 SIDES, BLOCK, CONTENT = 2, 8, (64 << 10) // (4 * 2 * 4)
 WAYS: dict[str, dict[str, Any]] = {
-    "direct": {},
-    "landing": {"landing": "landing", "slot_bytes": 4 << 20, "landing_bytes": 16 << 20},
+    "direct": {"stream": "layer"},
+    "landing": {"stream": "layer", "landing": "landing", "slot_bytes": 4 << 20, "landing_bytes": 16 << 20},
 }
 Start = Callable[..., Actor]
 

@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``auto`` with four slots of 256 MiB, whose memory is taken beside the engine's, and everything else ``direct``.
 
     ``stream`` is a prefill engine's: what leaves while a prompt is computed. ``auto`` and ``chunk``: what each step
-    adds (``auto`` keeps parts of less than a MiB for the next); ``layer``: also layers of the step that runs,
+    adds (``auto`` keeps parts of less than 4 MiB for the next); ``layer``: also layers of the step that runs,
     where layers lie apart and the step is in no CUDA graph of the whole model; ``request``: nothing.
 
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it

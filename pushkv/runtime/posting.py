@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -223,8 +224,14 @@ class Posting(Staging):
     @property
     def slicing(self) -> bool:
         """Whether there is a slice that could be posted at once."""
-        firsts = [(peer, queue[0]) for peer, queue in self._queues.items() if queue]
-        return any(one.hashing or (one.ready(self._budget(peer)) and self._lively(one)) for peer, one in firsts)
+        queues = [(peer, queue) for peer, queue in self._queues.items() if queue]
+        return any(queue[0].hashing or self._next(peer, queue) is not None for peer, queue in queues)
+
+    def _next(self, peer: str, queue: deque[Write]) -> Write | None:
+        """Of the first two WRITEs to a peer the one that may be posted: while one waits for its last slice, the next
+        begins. Many small parts would cross one at a time otherwise."""
+        budget = self._budget(peer)
+        return next((one for one in islice(queue, 2) if one.ready(budget) and self._lively(one)), None)
 
     def _budget(self, peer: str) -> Budget:
         return self._budgets.setdefault(peer, Budget())
@@ -237,13 +244,13 @@ class Posting(Staging):
         if not queue:
             self._queues.pop(peer, None)
             return False
-        write = queue[0]
-        busy = write.hashing and self._hash(write, now)
-        if write.posted or not write.ready(self._budget(peer)) or not self._lively(write):
+        busy = queue[0].hashing and self._hash(queue[0], now)
+        write = self._next(peer, queue)
+        if write is None:
             return busy
         self._post_slice(write, now)
-        if write.posted or write.post.write not in self._writes:
-            queue.popleft()
+        if (write.posted or write.post.write not in self._writes) and write in queue:
+            queue.remove(write)
         return True
 
     def _hash(self, write: Write, now: float) -> bool:

@@ -199,6 +199,7 @@ class Peering(Work):
         self.lose(pair, "its WRITEs have ended", now)
         self._base_machine.writes_ended(peer, now)
         self.forget(pair)
+        self.measure()  # slots come back without a word to the engine
 
     def _proof(self, pair: Pair) -> Proof:
         """By the data mover's evidence; or, once our agent is closed, by what that means.

@@ -39,6 +39,12 @@ def test_bytes_that_arrive_as_others_never_count(landing: bool) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_proof_about_slots_alone_is_taken_note_of() -> None:
+    """Found by this seed: no event comes of it, and what is published of custody stayed as it was."""
+    soak(Figures(11), 500, 500, 4, landing=True, verify=True)
+
+
+@pytest.mark.timeout(600)
 def test_an_endpoint_that_takes_parts_unseen_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Verifying._judge
 

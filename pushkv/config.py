@@ -102,7 +102,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     connect_timeout: float = 20.0
     silence: float = 5.0
     stall: float = 5.0
-    idle_poll: float = 0.025
+    idle_poll: float = 0.05
     due_poll: float = 0.0005
 
     def __post_init__(self) -> None:

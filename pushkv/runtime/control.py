@@ -24,7 +24,7 @@ __all__ = ["ControlThread", "Route"]
 
 log = logging.getLogger(__name__)
 
-TICK = 0.05
+TICK = 0.1
 """Seconds between looks at who is alive."""
 
 

@@ -61,7 +61,6 @@ def test_tokens_without_a_block_do_not_count_as_complete(consumer: Consumer, lin
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (None, "no whole numbers"),
         ([1.0, 2], "no whole numbers"),
         ([None, 2], "no whole numbers"),
         ({1, 2}, "no whole numbers"),
@@ -74,6 +73,11 @@ def test_tokens_without_a_block_do_not_count_as_complete(consumer: Consumer, lin
 def test_what_is_no_list_of_blocks(producer: Producer, blocks: object, message: str) -> None:
     with pytest.raises(GeometryError, match=message):
         producer.stage("r", blocks, **ASKED)
+
+
+def test_blocks_of_a_call_before_that_was_not(producer: Producer) -> None:
+    with pytest.raises(ProtocolError, match="none has named any"):
+        producer.stage("r", None, **ASKED)
 
 
 def test_what_is_no_list_of_tables(scene: Scene) -> None:

@@ -228,12 +228,15 @@ def test_events_that_nobody_takes_are_bounded(scene: Scene, monkeypatch: pytest.
 
 
 def test_who_looks_seldom_is_knocked_awake(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks again by himself before the test gives up, nor is anything sent again."""
-    monkeypatch.setattr("pushkv.runtime.loop.CALM", 1e-9)
+    """An idle producer looks no more before the test gives up, nor is the offer sent again."""
     monkeypatch.setattr("pushkv.runtime.side.AWAKE", 0.0)
-    seldom = {"idle_poll": 600.0, "due_poll": 600.0, "limits": Limits(resend=600.0, resend_most=600.0)}
-    producer, consumer = scene.producer(**seldom), scene.consumer(**seldom)
+    late = {"limits": Limits(resend=600.0, resend_most=600.0)}
+    producer, consumer = scene.producer(**late), scene.consumer(**late)
     link = consumer.connect(producer.address)
+    # Its next looks are in ten minutes each, from the moment on when it wakes for this.
+    monkeypatch.setattr("pushkv.runtime.loop.CALM", 1e-9)
+    producer._transfer._idle_poll = 600.0
+    producer.ask(lambda side: side.in_custody)
     push = Pushed(producer, consumer, "r", [5, 6], [40, 41], 2 * TOKENS)
     transfer = push.offer(link)
     until(lambda: producer._side.in_custody, "the offer")

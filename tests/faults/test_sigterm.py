@@ -37,7 +37,7 @@ def refusal(player: Player, name: str, *arguments: object) -> str:
 
 @TLS
 def test_a_producer_finishes_what_has_begun_and_refuses_the_rest(cast: Cast, tls: str) -> None:
-    producer, consumer, stranger = cast.producer("p"), cast.consumer("d"), cast.consumer("e")
+    producer, consumer, stranger = cast.producer("p", stream="chunk"), cast.consumer("d"), cast.consumer("e")
     connect(consumer, producer)
     consumer.ask("offer", "begun", 0, 2 * SMALL)
     offered(producer, 1)

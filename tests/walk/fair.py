@@ -41,7 +41,7 @@ class FairWeather:
                 self._settled(world)
                 break
             world = after
-        self._good |= chain.keys()
+        self._good.update(chain)  # |= would copy the set
 
     def _next(self, world: World) -> World | None:
         best, found = len(_GOOD), None

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from pushkv.backends.base import Fence, PassedFence
-from pushkv.backends.rows import Int64, LaidRuns, Rows, Runs, aligned, rows_of
+from pushkv.backends.rows import Int64, Rows, Runs, aligned, rows_of
 from pushkv.core.memory import Region
 from pushkv.errors import BackendError
 
@@ -54,14 +54,13 @@ def check_runs(runs: Runs, lengths: Int64, room: int) -> None:
     """Raise BackendError unless every run lies in its region and all together fit into the slot."""
     if runs.bytes > room:
         raise BackendError(f"{runs.bytes} bytes do not fit into a slot of {room}; cut the part smaller")
-    if isinstance(runs, LaidRuns):
-        runs = runs.ends
-    if not runs.length.size:
+    ends = runs.ends
+    if not ends.length.size:
         return
-    known = (runs.region >= 0) & (runs.region < lengths.size)
+    known = (ends.region >= 0) & (ends.region < lengths.size)
     inside = (
         known.all()
-        and not ((runs.offset < 0) | (runs.length < 0) | (runs.offset + runs.length > lengths[runs.region])).any()
+        and not ((ends.offset < 0) | (ends.length < 0) | (ends.offset + ends.length > lengths[ends.region])).any()
     )
     if not inside:
         raise BackendError("a run lies outside its region; plan it against this cache's geometry")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pushkv.core.geometry import BlockTable, CacheGroup, Kind
-from pushkv.core.pieces import Int64
-from pushkv.core.plan import Stretch
+from pushkv.core.pieces import Int64, Pieces
+from pushkv.core.plan import Stretch, pieces_across
 from pushkv.core.runs import LaidRuns
 from pushkv.core.span import Span
 from pushkv.core.template import GroupPair, PairTemplate, Range, whole_blocks_match
@@ -34,22 +34,37 @@ class LaidCopy:
         """How many bytes are copied."""
         return self.writes.bytes
 
+    def at(self, source: Int64, target: Int64) -> LaidCopy:
+        """The same rows at other steps, of which the target's ascend."""
+        return LaidCopy(self.reads.at(source), self.writes.at(target))
+
 
 def laid_copy(template: PairTemplate, stretches: list[Stretch]) -> LaidCopy | None:
     """The copy in few numbers, None where it is not of equal rows, or they do not ascend as they are laid."""
     if len(stretches) != 1:
         return None
     (stretch,) = stretches
-    pieces, tokens, across = stretch.pieces, stretch.tokens, stretch.width
-    if not len(pieces) or (pieces.length != pieces.length[0]).any() or (tokens != tokens[0]).any():
+    tokens, steps = stretch.tokens, stretch.target_base
+    if (tokens != tokens[0]).any():
         return None
-    width, steps = int(pieces.length[0] * tokens[0]), stretch.target_base
     least = int(np.diff(steps).min()) if steps.size > 1 else None
-    if not _ascend(pieces.target.reshape(-1, across), least, int(steps[-1] - steps[0]), width):
+    extent = int(steps[-1] - steps[0])
+    rows = _rows(template, stretch.pieces, stretch.width, int(tokens[0]), least, extent)
+    return None if rows is None else rows.at(stretch.source_base, steps)
+
+
+def _rows(
+    template: PairTemplate, pieces: Pieces, across: int, tokens: int, least: int | None, extent: int
+) -> LaidCopy | None:
+    """The rows of one step, None where they differ or would not ascend at all steps; see :func:`_ascend`."""
+    if not len(pieces) or (pieces.length != pieces.length[0]).any():
+        return None
+    width, none = int(pieces.length[0]) * tokens, np.zeros(1, np.int64)
+    if not _ascend(pieces.target.reshape(-1, across), least, extent, width):
         return None
     return LaidCopy(
-        LaidRuns(*template.source_flat.locate(pieces.source), stretch.source_base, across, width),
-        LaidRuns(*template.target_flat.locate(pieces.target), steps, across, width),
+        LaidRuns(*template.source_flat.locate(pieces.source), none, across, width),
+        LaidRuns(*template.target_flat.locate(pieces.target), none, across, width),
     )
 
 
@@ -109,19 +124,8 @@ class LaidPlans:
 def _first_rows(template: PairTemplate, pair: GroupPair, layers: Range) -> LaidCopy | None:
     if layers[0] >= layers[1]:
         return None
-    pieces = pair.pieces(layers, block=True)
-    if not len(pieces) or (pieces.length != pieces.length[0]).any():
-        return None
-    stride, width, none = pair.target.strides.block, int(pieces.length[0]), np.zeros(1, np.int64)
-    across = int(np.searchsorted(pieces.target, pieces.target[0] + stride))
-    if len(pieces) % across:
-        return None
-    if not _ascend(pieces.target.reshape(-1, across), stride, (pair.target.blocks - 1) * stride, width):
-        return None
-    return LaidCopy(
-        LaidRuns(*template.source_flat.locate(pieces.source), none, across, width),
-        LaidRuns(*template.target_flat.locate(pieces.target), none, across, width),
-    )
+    pieces, stride = pair.pieces(layers, block=True), pair.target.strides.block
+    return _rows(template, pieces, pieces_across(pieces, stride), 1, stride, (pair.target.blocks - 1) * stride)
 
 
 def _ids(table: BlockTable, group: CacheGroup, first: int, stop: int) -> Int64 | None:
@@ -141,6 +145,4 @@ def _at(places: LaidCopy, source: Int64 | None, target: Int64 | None, pair: Grou
     again = np.sort(source)
     if (target[1:] == target[:-1]).any() or (again[1:] == again[:-1]).any():
         return None
-    return LaidCopy(
-        places.reads.at(source * pair.source.strides.block), places.writes.at(target * pair.target.strides.block)
-    )
+    return places.at(source * pair.source.strides.block, target * pair.target.strides.block)

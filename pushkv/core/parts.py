@@ -7,16 +7,15 @@ geometry to read off what to scatter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
 
 from pushkv.core.copies import CopyPlan
-from pushkv.core.digest import plan_span
 from pushkv.core.geometry import BlockTable, Geometry, Kind, Layer, Place
 from pushkv.core.laid import LaidCopy, LaidPlans, Tables, laid_copy
-from pushkv.core.plan import stretches_of
+from pushkv.core.plan import assemble, stretches_of
 from pushkv.core.span import Span
 from pushkv.core.template import GroupPair, PairTemplate
 from pushkv.errors import GeometryError
@@ -28,6 +27,11 @@ PartCopy = CopyPlan | LaidCopy
 def span_bytes(template: PairTemplate, span: Span) -> int:
     """How many bytes of a slot the span takes."""
     return span.area * _unit(template.pairs[span.group])
+
+
+def part_bytes(template: PairTemplate, spans: Iterable[Span]) -> int:
+    """How many bytes of a slot the spans take together."""
+    return sum(span_bytes(template, span) for span in spans)
 
 
 def _unit(pair: GroupPair) -> int:
@@ -154,7 +158,7 @@ def _copy(plans: LaidPlans, tables: Tables, span: Span, end: int) -> PartCopy:
         end=end,
     )
     laid = laid_copy(template, stretches)
-    return plan_span(template, *tables, span, end) if laid is None else laid
+    return assemble(template, stretches) if laid is None else laid
 
 
 def _landed(pair: GroupPair) -> PairTemplate:

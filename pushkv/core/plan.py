@@ -18,7 +18,7 @@ from pushkv.core.pieces import Int64, Pieces, ascending, check_count, concatenat
 from pushkv.core.template import GroupPair, PairTemplate, Range, check_tokens, whole_blocks_match
 from pushkv.errors import GeometryError
 
-__all__ = ["CopyPlan", "Indices", "Stretch", "plan_copy", "stretches_of"]
+__all__ = ["CopyPlan", "Indices", "Stretch", "assemble", "pieces_across", "plan_copy", "stretches_of"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plan_copy(
     """
     template = PairTemplate(source, target) if template is None else template
     tables = source_blocks, target_blocks
-    return _assemble(
+    return assemble(
         template,
         stretches_of(template, tables, tokens, layers=layers, groups=groups, end=end, whole_blocks=whole_blocks),
     )
@@ -198,7 +198,7 @@ def _whole(
         source_blocks * pair.source.strides.block,
         target_blocks * pair.target.strides.block,
         np.ones(order.size, np.int64),
-        _width(pieces, pair.target.strides.block),
+        pieces_across(pieces, pair.target.strides.block),
         (source_blocks, target_blocks),
         partial(template.first_units, pair, layers),
     )
@@ -219,11 +219,11 @@ def _partial(
     source_base = source_blocks * source.strides.block + starts % source.block_size * run
     target_base = target_blocks * target.strides.block + starts % target.block_size * target.strides.token
     order = np.argsort(target_base)
-    width = _width(pieces, target.strides.block)
+    width = pieces_across(pieces, target.strides.block)
     return Stretch(pieces, source_base[order], target_base[order], counts[order], width)
 
 
-def _width(pieces: Pieces, step: int) -> int:
+def pieces_across(pieces: Pieces, step: int) -> int:
     """How many pieces in a row lie within one step of the bases.
 
     Laying such a row base by base, and row after row, comes out in ascending order for all usual layouts; where it
@@ -233,7 +233,8 @@ def _width(pieces: Pieces, step: int) -> int:
     return width if width and len(pieces) % width == 0 else len(pieces)
 
 
-def _assemble(template: PairTemplate, stretches: list[Stretch]) -> CopyPlan:
+def assemble(template: PairTemplate, stretches: list[Stretch]) -> CopyPlan:
+    """The plan of these stretches. Raises GeometryError where two groups' target blocks overlap."""
     if not stretches:
         none = np.zeros(0, np.int64)
         return CopyPlan(none, none, none, none, none, 0, template.grain)

@@ -26,6 +26,11 @@ class Runs:
         """How many bytes they have together."""
         return int(self.length.sum())
 
+    @property
+    def ends(self) -> Runs:
+        """Runs of which this is true: where these lie in their regions, all do."""
+        return self
+
 
 class LaidRuns(Runs):
     """Runs of ``width`` bytes, one for each of some places and each of some steps; listed when first asked for.
@@ -57,7 +62,7 @@ class LaidRuns(Runs):
 
     @property
     def ends(self) -> Runs:
-        """The lowest and the highest run of each place: where these lie in their regions, all do."""
+        """The lowest and the highest run of each place."""
         if not len(self):
             return Runs(self.home[:0], self.place[:0], self.place[:0])
         ends = np.concatenate((self.place + self.step.min(), self.place + self.step.max()))

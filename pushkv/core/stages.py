@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from pushkv.core.commands import Command, Send, StageEnded, StageReleased
@@ -32,17 +32,16 @@ class Outbox:
     def take(self) -> list[Command]:
         """Take all of them, in order. Of several Readys for one offer the last says all, and alone is left."""
         taken, self._commands = self._commands, []
-        last = {
-            (command.peer, command.message.sequence): number
-            for number, command in enumerate(taken)
-            if isinstance(command, Send) and isinstance(command.message, Ready)
-        }
-        return [
-            command
-            for number, command in enumerate(taken)
-            if not (isinstance(command, Send) and isinstance(command.message, Ready))
-            or last[command.peer, command.message.sequence] == number
-        ]
+        kept: deque[Command] = deque()
+        said: set[tuple[str, int]] = set()
+        for command in reversed(taken):
+            if isinstance(command, Send) and isinstance(command.message, Ready):
+                offer = command.peer, command.message.sequence
+                if offer in said:
+                    continue
+                said.add(offer)
+            kept.appendleft(command)
+        return list(kept)
 
 
 @dataclass

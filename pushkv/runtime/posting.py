@@ -24,7 +24,7 @@ from pushkv.core.digest import plan_span, source_bytes
 from pushkv.core.memory import Region
 from pushkv.core.messages import Blocks, TransferKey, encode
 from pushkv.core.outcome import Outcome
-from pushkv.core.parts import span_bytes
+from pushkv.core.parts import part_bytes
 from pushkv.core.plan import plan_copy
 from pushkv.core.producer import ProducerMachine
 from pushkv.errors import PeerLost, PushKVError, TransportError
@@ -210,7 +210,7 @@ class Posting(Staging):
         ours, theirs, credit = self.shared.slots, pair.theirs.slots, post.complete.credit
         if ours is None or theirs is None or credit is None or credit.slot >= theirs.count:
             raise TransportError(f"{pair.agent} has granted {credit}, which is none of its landing slots")
-        length = sum(span_bytes(pair.template, span) for span in post.complete.spans)
+        length = part_bytes(pair.template, post.complete.spans)
         offset = theirs.first + credit.slot * theirs.size
         none = np.zeros(1, np.int64)
         columns = (np.array([value], np.int64) for value in (ours.offset(post.slot), offset, length))

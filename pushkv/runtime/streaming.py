@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pushkv.core.parts import span_bytes
+from pushkv.core.parts import part_bytes
 from pushkv.core.span import Span
 from pushkv.core.streaming import Stream, Streaming
 from pushkv.core.template import PairTemplate
@@ -16,7 +16,7 @@ def streaming_of(setting: str, template: PairTemplate) -> Streaming:
     """How parts are made for the consumer rank of this pair."""
 
     def worth(spans: tuple[Span, ...]) -> bool:
-        return sum(span_bytes(template, span) for span in spans) >= WORTH
+        return part_bytes(template, spans) >= WORTH
 
     auto = setting == "auto"
     stream = Stream.LAYER if auto else Stream(setting)

@@ -17,7 +17,7 @@ from pushkv.core.consumer import ConsumerMachine
 from pushkv.core.digest import target_bytes
 from pushkv.core.messages import Blocks, Complete, Offer, TransferKey
 from pushkv.core.outcome import Outcome
-from pushkv.core.parts import span_bytes
+from pushkv.core.parts import part_bytes
 from pushkv.errors import ProtocolError, PushKVError
 from pushkv.runtime.digest import Digest
 from pushkv.runtime.pair import Pair, tables
@@ -132,7 +132,7 @@ class Verifying(Side):
         slots, credit = self.shared.slots, complete.credit
         assert slots is not None
         assert credit is not None
-        length = sum(span_bytes(pair.template, span) for span in complete.spans)
+        length = part_bytes(pair.template, complete.spans)
         if length > slots.size:
             raise ProtocolError(f"its {length} bytes are more than a slot's {slots.size}")
         return Digest(slots, slots.stretch(credit.slot, length))

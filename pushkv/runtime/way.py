@@ -32,8 +32,8 @@ class Way:
         stats: Counter[str],
     ) -> None:
         self._config, self._slots, self._sides, self._stats = config, slots, sides, stats
-        measured = slots is not None and config.landing == "auto"
-        self._costs = slots.costs(config.landing_costs) if slots is not None and measured else config.landing_costs
+        given = config.landing_costs
+        self._costs = given if slots is None or config.landing != "auto" else slots.costs(given)
 
     def lands(self, pairs: tuple[Pair, ...], into: Blocks, tokens: Range, address: str) -> bool:
         """Whether a transfer's parts land in slots: where they can, and ``auto`` finds it cheaper.

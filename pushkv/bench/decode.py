@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from pushkv.bench.engine import Blocks, Memory, step
 from pushkv.bench.movers import Target, target_of
 from pushkv.bench.prefill import BUSY_S, IDLE_S
-from pushkv.bench.processes import Pipe, pin, ready
+from pushkv.bench.processes import Pipe, engine, ready
 from pushkv.bench.workload import Mode, Prefilled, Request, Served, ServeSettings
-from pushkv.demo.environment import belong_to_parent
 
 
 def decode(pipe: Pipe, prefill: Pipe, settings: ServeSettings, mode: Mode, core: int | None) -> None:
     """The process: serves until ``pipe`` says None or closes. What goes wrong is told as a text."""
-    belong_to_parent()
-    pin(core)
-    try:
+    with engine(pipe, "decode", core):
         memory = Memory(settings)
         target = target_of(mode, memory, settings)
         source = prefill.recv()
@@ -27,11 +24,6 @@ def decode(pipe: Pipe, prefill: Pipe, settings: ServeSettings, mode: Mode, core:
         pipe.send("ready")
         DecodeEngine(pipe, prefill, settings, memory, target).run()
         target.close()
-    except EOFError:
-        return
-    except Exception as error:
-        pipe.send(f"the decode engine failed with {type(error).__name__}: {error}")
-        raise
 
 
 @dataclass

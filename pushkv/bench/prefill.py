@@ -7,20 +7,17 @@ from collections import deque
 
 from pushkv.bench.engine import Blocks, Memory, step
 from pushkv.bench.movers import Source, source_of
-from pushkv.bench.processes import Pipe, pin, ready
+from pushkv.bench.processes import Pipe, engine, ready
 from pushkv.bench.workload import Mode, Prefilled, Request, ServeSettings
-from pushkv.demo.environment import belong_to_parent
 
 IDLE_S = 0.05
 BUSY_S = 0.001
-"""How long an engine without work to compute waits between two steps, with something open and without."""
+"""How long an engine without work to compute waits between two steps, without anything open and with."""
 
 
 def prefill(pipe: Pipe, decode: Pipe, settings: ServeSettings, mode: Mode, core: int | None) -> None:
     """The process: serves until ``pipe`` says None or closes. What goes wrong is told as a text."""
-    belong_to_parent()
-    pin(core)
-    try:
+    with engine(pipe, "prefill", core):
         memory = Memory(settings)
         source = source_of(mode, memory, settings)
         decode.send(source.where)
@@ -28,11 +25,6 @@ def prefill(pipe: Pipe, decode: Pipe, settings: ServeSettings, mode: Mode, core:
         pipe.send("ready")
         PrefillEngine(pipe, decode, settings, memory, source).run()
         source.close()
-    except EOFError:
-        return
-    except Exception as error:
-        pipe.send(f"the prefill engine failed with {type(error).__name__}: {error}")
-        raise
 
 
 class PrefillEngine:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
+
+from pushkv.demo.environment import belong_to_parent
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 ENDING_S = 30.0
@@ -40,7 +43,19 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def pin(core: int | None) -> None:
-    """Keep this process and the threads that it starts from now on to one core; None for no core of its own."""
+@contextmanager
+def engine(pipe: Pipe, name: str, core: int | None) -> Iterator[None]:
+    """What an engine's process does: it ends with its parent or its ``pipe``, and tells what goes wrong as a text.
+
+    It and the threads that it starts keep to one core; None for no core of its own.
+    """
+    belong_to_parent()
     if core is not None:
         os.sched_setaffinity(0, {core})
+    try:
+        yield
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send(f"the {name} engine failed with {type(error).__name__}: {error}")
+        raise

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pushkv import KVCache
+from pushkv import KVCache, Link, Outcome
 from pushkv.core.layouts import shard
-from runtime.scene import Array, Scene, fill
+from pushkv.errors import BackendError
+from runtime.scene import WAIT, Array, Pushed, Scene, fill
 
 HEADS, LAYERS, CONTENT = 4, 2, 4
 
@@ -87,6 +88,35 @@ class Engines:
 
     def stat(self, name: str) -> int:
         return sum(consumer.stats().get(name, 0) for consumer in self.consumers)
+
+
+def fails_while_unreadable(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+    victim: Callable[[object], bool],
+    pushes: tuple[Pushed, Pushed],
+    link: Link,
+) -> None:
+    """The first transfer fails, as one ``read`` of this kind does; with that mended the second is complete."""
+    push, other = pushes
+    read = kind.read
+
+    def fail(self: object, runs: Any) -> Any:
+        if victim(self):
+            raise BackendError("the device is gone; restart the process")
+        return read(self, runs)
+
+    monkeypatch.setattr(kind, "read", fail)
+    transfer = push.offer(link)
+    stage = push.stage()
+    assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
+    assert "the device is gone" in transfer.detail
+    assert transfer.wait_released(WAIT)
+    assert stage.wait_released(WAIT)
+    monkeypatch.setattr(kind, "read", read)
+    good = other.offer(link)
+    other.stage()
+    assert good.wait(WAIT) is Outcome.COMPLETE
 
 
 LAYOUTS = [

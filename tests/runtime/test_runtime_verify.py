@@ -21,7 +21,7 @@ from pushkv.runtime import digest, verifying, wire
 from pushkv.runtime.digest import Reader
 from pushkv.runtime.posting import Posting
 from pushkv.transport.memory import Faults, Network
-from runtime.engines import BYTES, LAYOUTS, Engines, Layout
+from runtime.engines import BYTES, LAYOUTS, Engines, Layout, fails_while_unreadable
 from runtime.scene import WAIT, Array, Pushed, Scene, array_of, cache_of, fill, memory_of, until
 
 MakeScene = Callable[[Network], Scene]
@@ -232,24 +232,7 @@ class TestHowItFails:
         producer, consumer, link = connected(scene)
         push, other = pushes(producer, consumer, 2)
         victim = {"producer": producer, "consumer": consumer}[whose]
-        read = Reader.read
-
-        def fail(self: Reader, runs: Any) -> Any:
-            if self is victim._side.reader:
-                raise BackendError("the device is gone; restart the process")
-            return read(self, runs)
-
-        monkeypatch.setattr(Reader, "read", fail)
-        transfer = push.offer(link)
-        stage = push.stage()
-        assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
-        assert "the device is gone" in transfer.detail
-        assert transfer.wait_released(WAIT)
-        assert stage.wait_released(WAIT)
-        monkeypatch.setattr(Reader, "read", read)
-        good = other.offer(link)
-        other.stage()
-        assert good.wait(WAIT) is Outcome.COMPLETE
+        fails_while_unreadable(monkeypatch, Reader, lambda one: one is victim._side.reader, (push, other), link)
 
     def test_a_part_of_what_was_not_owed_is_the_machines(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is refused as without verifying, and nothing is read for it."""

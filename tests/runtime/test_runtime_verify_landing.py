@@ -14,14 +14,13 @@ from pushkv import Consumer, Link, Outcome, Producer
 from pushkv.core.commands import Send
 from pushkv.core.messages import Cancel, Complete
 from pushkv.core.ways import Costs
-from pushkv.errors import BackendError
 from pushkv.runtime import digest, verifying
 from pushkv.runtime.digest import Reader
 from pushkv.runtime.posting import Posting
 from pushkv.runtime.slots import Slots
 from pushkv.transport.memory import Faults, Network
 from runtime.actors import BLOCK, make_cache, make_config, start
-from runtime.engines import BYTES, LAYOUTS, Engines, Layout
+from runtime.engines import BYTES, LAYOUTS, Engines, Layout, fails_while_unreadable
 from runtime.scene import WAIT, Pushed, Scene, array_of, blocks_for, until
 
 CORRUPT = Faults(corrupt=1.0)
@@ -195,24 +194,7 @@ class TestHowItFails:
         producer, consumer, link = connected(scene)
         push, other = pushes(producer, consumer, 2)
         victim = slots_of({"producer": producer, "consumer": consumer}[whose])
-        read = Slots.read
-
-        def fail(self: Slots, runs: Any) -> Any:
-            if self is victim:
-                raise BackendError("the device is gone; restart the process")
-            return read(self, runs)
-
-        monkeypatch.setattr(Slots, "read", fail)
-        transfer = push.offer(link)
-        stage = push.stage()
-        assert transfer.wait(WAIT) is Outcome.TRANSPORT_ERROR
-        assert "the device is gone" in transfer.detail
-        assert transfer.wait_released(WAIT)
-        assert stage.wait_released(WAIT)
-        monkeypatch.setattr(Slots, "read", read)
-        good = other.offer(link)
-        other.stage()
-        assert good.wait(WAIT) is Outcome.COMPLETE
+        fails_while_unreadable(monkeypatch, Slots, lambda one: one is victim, (push, other), link)
         until(lambda: all_free(producer, consumer), "the slots")
 
     @pytest.mark.parametrize("lie", ["longer than a slot", "beyond what is owed", "another's credit"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -43,7 +43,6 @@ class PrefillWorker:
         self._parts: tuple[StagePart, ...] = ()
         self._layers = Layers(cache.cache.geometry) if layers else None
         self._reports = Reports()
-        self.outcomes: Counter[str] = Counter()
 
     def do(self, directives: Directives) -> None:
         """Carry out a step's directives, but for its parts: those wait for the step's work to be queued."""
@@ -126,7 +125,6 @@ class PrefillWorker:
         state = self._transfers.get(event.transfer)
         if state is None or state.ended:
             return
-        self.outcomes[event.outcome.value] += 1
         how = event.outcome.value
         if event.outcome is not Outcome.COMPLETE:
             how = f"{how}: {event.detail}" if event.detail else how

@@ -42,6 +42,11 @@ def counts(engine: FakeEngine) -> dict[str, int]:
     return made
 
 
+def has_open(producer: Any) -> bool:
+    """Whether an offer, or a WRITE of one that has ended, is open at this rank."""
+    return int(producer.ask(lambda side: str(side.machine.open_transfers))) > 0
+
+
 class Balance:
     """Whether all blocks are free again that were free at the start."""
 
@@ -54,3 +59,17 @@ class Balance:
         until(lambda: [engine.free_blocks for engine in self.engines] == self.free, *self.engines)
         until(lambda: not any(engine.scheduler.has_requests() for engine in self.engines), *self.engines)
         assert [len(engine.scheduler.connector._scheduler._pins) for engine in self.engines] == [0] * len(self.free)
+
+
+def serve_eight(prefill: FakeEngine, decode: FakeEngine) -> None:
+    """Eight prompts of 21 to 28 tokens at once, 30 tokens each: every token is right, and every block comes back."""
+    balance = Balance(prefill, decode)
+    prompts = {f"r{number}": [number + 3, *PROMPT[: 20 + number]] for number in range(8)}
+    for name, prompt in prompts.items():
+        one, other = legs(prefill, name)
+        prefill.add(f"p-{name}", prompt, one)
+        decode.add(f"d-{name}", prompt, other, 30)
+    until(lambda: len(decode.finished) == len(prompts), prefill, decode)
+    for name, prompt in prompts.items():
+        assert decode.tokens[f"d-{name}"] == continued(prompt, 30)
+    balance.settle()

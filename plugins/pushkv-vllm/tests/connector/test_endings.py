@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import PROMPT, Balance, continued, counts, legs, pair
+from cases import PROMPT, Balance, continued, counts, has_open, legs, pair
 from fake_engine import FakeEngine, Scene, until
 
 from pushkv_vllm.directives import Reports
@@ -147,17 +147,13 @@ class TestAtOnce:
         balance = Balance(prefill, decode)
         one, other = legs(prefill, "t")
         decode.add("d", PROMPT, other, 3)
-        until(lambda: all(producer.stats().get("handshakes refused", 0) == 0 and _offers(producer)
+        until(lambda: all(producer.stats().get("handshakes refused", 0) == 0 and has_open(producer)
                           for producer in prefill.producers), decode)  # fmt: skip
         prefill.add("p", PROMPT, one)
         prefill.abort("p")
         until(lambda: "d" in decode.finished, prefill, decode)
         ends_by_policy(decode, "d")
         balance.settle()
-
-
-def _offers(producer: Any) -> bool:
-    return int(producer.ask(lambda side: str(side.machine.open_transfers))) > 0
 
 
 class TestAborts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import PROMPT, Balance, continued, counts, legs, pair
+from cases import PROMPT, Balance, continued, counts, has_open, legs, pair, serve_eight
 from fake_engine import FakeEngine, Scene, until
 
 
@@ -30,7 +30,7 @@ class TestPrefill:
         one, other = legs(prefill, "t")
         if early:
             decode.add("d", PROMPT, other, 3)
-            until(lambda: all(_open(producer) for producer in prefill.producers), decode)
+            until(lambda: all(has_open(producer) for producer in prefill.producers), decode)
         prefill.add("p", PROMPT, one)
         prefill.step()
         assert runs(prefill, "p")
@@ -52,7 +52,7 @@ class TestPrefill:
         balance = Balance(prefill, decode)
         one, other = legs(prefill, "t")
         decode.add("d", PROMPT, other, 3)
-        until(lambda: all(_open(producer) for producer in prefill.producers), decode)
+        until(lambda: all(has_open(producer) for producer in prefill.producers), decode)
         held = _held_up(scene, prefill)
         prefill.add("p", PROMPT, one)
         prefill.step()
@@ -101,20 +101,7 @@ def test_decode_preempted_after_its_kv_came_computes_it_again(scene: Scene) -> N
 def test_under_shortage_on_both_sides(scene: Scene) -> None:
     """So few blocks that both schedulers preempt by themselves."""
     prefill, decode = pair(scene, {"blocks": 40, "batched": 16}, {"blocks": 40})
-    balance = Balance(prefill, decode)
-    prompts = {f"r{number}": [number + 3, *PROMPT[: 20 + number]] for number in range(8)}
-    for name, prompt in prompts.items():
-        one, other = legs(prefill, name)
-        prefill.add(f"p-{name}", prompt, one)
-        decode.add(f"d-{name}", prompt, other, 30)
-    until(lambda: len(decode.finished) == len(prompts), prefill, decode)
-    for name, prompt in prompts.items():
-        assert decode.tokens[f"d-{name}"] == continued(prompt, 30)
-    balance.settle()
-
-
-def _open(producer: Any) -> bool:
-    return int(producer.ask(lambda side: str(side.machine.open_transfers))) > 0
+    serve_eight(prefill, decode)
 
 
 def _held_up(scene: Scene, engine: FakeEngine) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import PROMPT, Balance, continued, legs, pair
+from cases import PROMPT, Balance, continued, has_open, legs, pair, serve_eight
 from fake_engine import FakeEngine, Scene, until
 
 from pushkv.errors import ConfigError
@@ -23,11 +23,7 @@ def streaming(stream: str, **more: Any) -> dict[str, Any]:
 def offered(decode: FakeEngine, prefill: FakeEngine, prompt: list[int], tokens: int = 3) -> None:
     """Have decode offer ahead of prefill."""
     decode.add("d", prompt, legs(prefill, "t")[1], tokens)
-    until(lambda: all(_open(producer) for producer in prefill.producers), decode)
-
-
-def _open(producer: Any) -> bool:
-    return int(producer.ask(lambda side: str(side.machine.open_transfers))) > 0
+    until(lambda: all(has_open(producer) for producer in prefill.producers), decode)
 
 
 def writes(engine: FakeEngine) -> int:
@@ -98,16 +94,7 @@ def test_many_prompts(scene: Scene, stream: str, prefill: dict[str, Any], decode
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
 def test_under_shortage_prefill_is_preempted_between_parts(scene: Scene, stream: str) -> None:
     prefill, decode = pair(scene, streaming(stream, blocks=40), {"blocks": 40})
-    balance = Balance(prefill, decode)
-    prompts = {f"r{number}": [number + 3, *PROMPT[: 20 + number]] for number in range(8)}
-    for name, prompt in prompts.items():
-        one, other = legs(prefill, name)
-        prefill.add(f"p-{name}", prompt, one)
-        decode.add(f"d-{name}", prompt, other, 30)
-    until(lambda: len(decode.finished) == len(prompts), prefill, decode)
-    for name, prompt in prompts.items():
-        assert decode.tokens[f"d-{name}"] == continued(prompt, 30)
-    balance.settle()
+    serve_eight(prefill, decode)
 
 
 @pytest.mark.parametrize("stream", ["chunk", "layer"])

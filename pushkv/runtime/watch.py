@@ -94,7 +94,7 @@ class Watch(Generic[S]):
         token, silence = pair.token, self._silence
         if pair.watch is not None and pair.watch.dead():
             life.submit(lambda side: side.peer_gone(token, "its process has ended"))
-        elif now - pair.heard > silence:
+        elif now - pair.heard > silence and not _waits_for_a_processor(pair):
             life.submit(lambda side: side.peer_silent(token, f"not a word from it for {silence:g} s"))
 
     def give_signs(self) -> None:
@@ -102,3 +102,12 @@ class Watch(Generic[S]):
         for life in self._lives():
             for pair in list(life.side.agents.values()):
                 self._control.send(pair.route, wire.Alive(pair.token))
+
+
+def _waits_for_a_processor(pair: Pair) -> bool:
+    """Whether a silent peer's process can be seen to be there, with no link in between that could be lost.
+
+    Then it gets no processor, or a thread of it does not give Python's lock away, and it will speak again. Nothing is
+    posted to it meanwhile, and what is open ends by its deadline at the latest.
+    """
+    return pair.watch is not None and pair.watch.same_network and pair.watch.running()

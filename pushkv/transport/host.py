@@ -13,6 +13,8 @@ from pathlib import Path
 
 from pushkv.transport.base import Host
 
+_NOT_RUNNING = frozenset("TtZXx")
+"""Letters in /proc/PID/stat of a process that is stopped, traced or dead."""
 _STARTED_FIELD = 19
 """Index of ``starttime`` among the fields of /proc/PID/stat after the command's name."""
 
@@ -29,10 +31,11 @@ class ProcessWatch:
     system call that writes into another process, or ever will be.
     """
 
-    def __init__(self, pidfd: int | None, *, same_network: bool = False) -> None:
-        """Watch the process behind ``pidfd``; None where it was gone before the watch began."""
+    def __init__(self, pidfd: int | None, *, same_network: bool = False, pid: int = 0) -> None:
+        """Watch the process behind ``pidfd``, which is ``pid``; None where it was gone before the watch began."""
         self.same_network = same_network
         """Whether it runs in our network namespace, so that both ends of its connections to us can be seen."""
+        self._pid = pid
         self._pidfd = pidfd
         self._dead = pidfd is None
         self._poll = select.poll()
@@ -62,7 +65,7 @@ class ProcessWatch:
         # The start time is read after the pidfd is open: when it fits, the pidfd is bound to this
         # very process, because a successor of its pid would have started later.
         started = _started(host.pid)
-        watch = cls(pidfd, same_network=_same_network(host.pid))
+        watch = cls(pidfd, same_network=_same_network(host.pid), pid=host.pid)
         if started == host.started or (started is None and watch.dead()):
             return watch
         watch.close()
@@ -73,6 +76,19 @@ class ProcessWatch:
         if not self._dead and self._pidfd is not None:
             self._dead = bool(self._poll.poll(0))
         return self._dead
+
+    def running(self) -> bool:
+        """Whether it is another process, not dead and not stopped: one that says nothing waits for a processor.
+
+        Or for Python's lock. Of our own process nothing is said: it always runs where it asks.
+        """
+        if self._pid in (0, os.getpid()) or self.dead():
+            return False
+        try:
+            stat = Path(f"/proc/{self._pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in _NOT_RUNNING
 
     def close(self) -> None:
         """Give the pidfd back; what :meth:`dead` said last stays said."""

@@ -15,7 +15,7 @@ import pytest
 
 from pushkv import Consumer, Link, Outcome, Producer, Transfer
 from pushkv.runtime.ending import Ending
-from runtime.actors import Actor, make_cache, make_config, start
+from runtime.actors import SILENCE, Actor, make_cache, make_config, start
 from runtime.scene import WAIT, until
 
 pytestmark = pytest.mark.processes
@@ -179,6 +179,21 @@ class TestAProducerDies:
         assert "proof: process reaped" not in consumer.stats()
         until(lambda: link.alive)
         self.push(consumer, link, victim, "goes on")
+
+    @TLS
+    def test_silent_and_alive(self, begin: Start, consumer: Consumer) -> None:
+        """No loss, as its process can be seen to be there: what waits is served when it speaks again."""
+        victim = begin("producer", "p")
+        link = consumer.connect(victim.ask("address"))
+        waiting = offer(consumer, link, "waits", 0, SMALL)
+        victim.tell("hold_the_lock", 2 * SILENCE)
+        assert waiting.wait(1.5 * SILENCE) is None
+        assert link.alive
+        assert victim.answer() is None
+        victim.ask("stage", "waits", 7, SMALL)
+        assert waiting.wait(WAIT) is Outcome.COMPLETE
+        assert landed(consumer, 0, SMALL, 7)
+        assert "peers lost" not in consumer.stats()
 
 
 class TestAConsumerDies:

@@ -85,6 +85,27 @@ def test_a_process_that_is_gone_already_is_dead(sleeper: subprocess.Popen[bytes]
     assert watch.dead()
 
 
+def test_a_process_runs_until_it_is_stopped_or_dead(sleeper: subprocess.Popen[bytes]) -> None:
+    """Whether or not it has anything to say. Our own says nothing of itself."""
+    watch, own = ProcessWatch.on(host_of(sleeper)), ProcessWatch.on(this_host())
+    assert watch is not None
+    assert own is not None
+    assert watch.running()
+    assert not own.running()
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    assert not watch.running()
+    assert not watch.dead()
+    sleeper.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+    assert watch.running()
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not watch.running()
+    watch.close()
+    own.close()
+
+
 @pytest.mark.parametrize("change", [{"machine": "elsewhere/1"}, {"machine": ""}, {"started": 0}])
 def test_what_cannot_be_watched_is_not(sleeper: subprocess.Popen[bytes], change: dict[str, str | int]) -> None:
     assert ProcessWatch.on(dataclasses.replace(host_of(sleeper), **change)) is None

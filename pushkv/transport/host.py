@@ -13,8 +13,9 @@ from pathlib import Path
 
 from pushkv.transport.base import Host
 
-_NOT_RUNNING = frozenset("TtZXx")
-"""Letters in /proc/PID/stat of a process that is stopped, traced or dead."""
+_NOT_RUNNING = frozenset("TZXx")
+"""Letters in /proc/PID/stat of a process that is stopped or dead. One that is traced (t) is not: a profiler stops a
+process for a moment at each look, again and again."""
 _STARTED_FIELD = 19
 """Index of ``starttime`` among the fields of /proc/PID/stat after the command's name."""
 

@@ -12,8 +12,8 @@ from typing import Any
 from e2e_server import Router, VllmServer, free_port
 
 HERE = str(Path(__file__).parent)
-PATIENT = {"connect_timeout": 60.0, "stall": 60.0}
-"""Where processors are taken, connecting takes long, and so may a call. ``silence`` is as it comes."""
+PATIENT = {"connect_timeout": 120.0, "stall": 120.0, "deadline": 900.0, "hold": 900.0}
+"""For machines on which everything takes many times as long. ``silence`` is as it comes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Side:
     """How a server is set up. ``chunk`` is how many tokens a step computes at most, ``blocks`` the cache's size."""
 
     tp: int = 1
+    pp: int = 1
+    dp: int = 1
     block: int = 32
     blocks: int = 1024
     chunk: int = 2048
@@ -64,10 +66,16 @@ class Side:
     extra: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def workers(self) -> int:
+        """How many worker processes the server has."""
+        return self.tp * self.pp * self.dp
+
     def arguments(self) -> list[str]:
         """The same as arguments of ``vllm serve``."""
         caching = "--enable-prefix-caching" if self.caching else "--no-enable-prefix-caching"
-        return ["--tensor-parallel-size", str(self.tp), "--block-size", str(self.block), "--num-gpu-blocks-override",
+        return ["--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp),
+                "--data-parallel-size", str(self.dp), "--block-size", str(self.block), "--num-gpu-blocks-override",
                 str(self.blocks), "--max-num-batched-tokens", str(self.chunk), caching]  # fmt: skip
 
 
@@ -87,7 +95,7 @@ class Cluster:
 
     def _server(self, name: str, role: str, model: Path, port: int, side: Side, core: int) -> VllmServer:
         # Each side has a core of its own; several workers of one side spin, and need more than one.
-        pinned = core if side.tp == 1 and (os.cpu_count() or 1) > 1 else None
+        pinned = core if side.workers == 1 and (os.cpu_count() or 1) > 1 else None
         return VllmServer(name, model, self.folder, self.connector.configuration(role, name, port, side), core=pinned,
                           arguments=side.arguments(),
                           environment={**self.connector.environment(port), **side.environment})  # fmt: skip
@@ -124,10 +132,11 @@ class Cluster:
     @contextmanager
     def router(self, *arguments: str, mode: str = "push", shape: str = "") -> Iterator[Router]:
         """A router in front of them, as long as the block lasts."""
-        spec = f"{self.prefill.url},kv=127.0.0.1:{self.control},engine=P0,tp={self.prefill_side.tp}"
+        side = self.prefill_side
+        spec = f"{self.prefill.url},kv=127.0.0.1:{self.control},engine=P0,tp={side.tp},dp={side.dp}"
         shape = shape or self.connector.shape
         made = Router(self.folder, [spec], [server.url for server in self.decodes], f"router-{mode}-{shape}",
-                      ["--mode", mode, "--shape", shape, "--patience", "60", *arguments])  # fmt: skip
+                      ["--mode", mode, "--shape", shape, "--patience", "300", "--silence", "900", *arguments])  # fmt: skip
         made.start()
         try:
             made.wait_up()

@@ -149,7 +149,7 @@ class VllmServer(Process):
 
     def metrics(self) -> Metrics:
         """What it counts now."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=300) as answer:
             return Metrics(answer.read().decode())
 
     def used(self) -> float:
@@ -160,9 +160,9 @@ class VllmServer(Process):
         """Have it compute a token for somebody, so that it tells anew what it counts."""
         body = json.dumps({"model": "m", "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=300).close()
 
-    def all_free(self, limit: float = 60.0) -> None:
+    def all_free(self, limit: float = 300.0) -> None:
         """Wait until every KV block is free. Raises AssertionError."""
 
         def free() -> bool:

@@ -21,9 +21,9 @@ from e2e_server import until
 
 pytestmark = pytest.mark.servers
 
-DEADLINE = 10.0
+DEADLINE = 20.0
 """Seconds that a decode server waits for a request's KV, and a prefill server for somebody who wants it."""
-MARGIN = 60.0
+MARGIN = 300.0
 """What a busy machine may add to that."""
 
 
@@ -84,7 +84,7 @@ def check(
     reference.check([prompt], [recomputed])
     for server, transfer in zip(cluster.decodes, transfers, strict=True):
         until(
-            lambda s=server, t=transfer: t in s.log.read_text(errors="replace"), 30, f"{server.name} logs {transfer}"
+            lambda s=server, t=transfer: t in s.log.read_text(errors="replace"), 300, f"{server.name} logs {transfer}"
         )
     cluster.all_free()
 

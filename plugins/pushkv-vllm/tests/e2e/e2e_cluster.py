@@ -135,8 +135,9 @@ class Cluster:
         side = self.prefill_side
         spec = f"{self.prefill.url},kv=127.0.0.1:{self.control},engine=P0,tp={side.tp},dp={side.dp}"
         shape = shape or self.connector.shape
+        patient = ["--patience", "300", "--silence", "900"]
         made = Router(self.folder, [spec], [server.url for server in self.decodes], f"router-{mode}-{shape}",
-                      ["--mode", mode, "--shape", shape, "--patience", "300", "--silence", "900", *arguments])  # fmt: skip
+                      ["--mode", mode, "--shape", shape, *patient, *arguments])  # fmt: skip
         made.start()
         try:
             made.wait_up()

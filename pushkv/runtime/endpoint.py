@@ -66,8 +66,8 @@ class Endpoint(ClosedOnLeaving, Generic[S]):
         self.guarded = bool(keys)
         """Whether a cluster key guards the control plane."""
         self._events: deque[Command] = deque()
-        self.on_event: Callable[[], None] | None = None
-        """Called after something was put among the events, on whatever thread that is: to wake whoever takes them."""
+        self.on_event: Callable[[Command], object] | None = None
+        """Called with what was just put among the events, on whatever thread that is: to wake whoever takes them."""
         self._closing = False
         self.draining = False
         """Whether it takes nothing new, while what is open goes on to its end: see :meth:`drain`."""
@@ -323,7 +323,7 @@ class Endpoint(ClosedOnLeaving, Generic[S]):
             self._events.popleft()
             self._shared.stats["events dropped"] += 1
         if self.on_event is not None:
-            self.on_event()
+            self.on_event(event)
 
     @property
     def quarantined(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from queue import SimpleQueue
 
 import pytest
 
 from pushkv import Consumer, Kind, KVCache, Link, Outcome, Producer, prompt_digest
+from pushkv.core.commands import Command
 from pushkv.core.layouts import shard
 from pushkv.errors import GeometryError
 from runtime.scene import WAIT, Scene, array_of, cache_of, fill, memory_of, same_tokens, until
@@ -137,10 +138,10 @@ def test_a_first_block_a_group(scene: Scene) -> None:
 
 def test_whoever_waits_for_events_is_woken(scene: Scene) -> None:
     producer, consumer = scene.producer(), scene.consumer()
-    woken = threading.Event()
-    consumer.on_event = woken.set
+    woken: SimpleQueue[Command] = SimpleQueue()
+    consumer.on_event = woken.put
     link = consumer.connect(producer.address)
     producer.stage("r", SOURCE, **ASKED)
     consumer.offer("r", link, TARGET, **ASKED)
-    assert woken.wait(WAIT)
-    until(consumer.events)
+    told = woken.get(timeout=WAIT)
+    assert told in consumer.events()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from pushkv_vllm.wake import NOBODY, Doorbell
+
 Tables = tuple[tuple[int, ...], ...]
 """Block ids, one row a cache group of vLLM's."""
 
@@ -19,7 +21,7 @@ class OfferBlocks:
     """Decode: have tokens ``start`` to ``stop`` of a prompt pushed into these blocks.
 
     ``tables`` hold the blocks from logical block ``firsts[group]`` on. ``deadline`` is in seconds.
-    With ``error`` nothing is offered, and the load fails for that reason.
+    With ``error`` nothing is offered, and the load fails for that reason. ``load`` is the load's number.
     """
 
     request: str
@@ -36,6 +38,7 @@ class OfferBlocks:
     prompt_tokens: int
     deadline: float
     error: str = ""
+    load: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,11 @@ class Unstage:
 
 @dataclass(frozen=True)
 class Directives(KVConnectorMetadata):
-    """All of a step's directives. ``tokens`` is how many the step computes; ``wake`` whom a worker is to wake."""
+    """All of a step's directives. ``tokens`` is how many the step computes; ``wake`` whom a worker is to wake,
+    and to tell of loads."""
 
     tokens: int = 0
-    wake: bytes = b""
+    wake: Doorbell = NOBODY
     offers: tuple[OfferBlocks, ...] = ()
     cancels: tuple[str, ...] = ()
     declines: tuple[Decline, ...] = ()

@@ -1,16 +1,38 @@
-"""Waking the scheduler: it may sleep in a step without tokens, and a worker with news cuts that short.
+"""Ringing for the scheduler: it may sleep in a step without tokens, and a worker with news cuts that short.
 
-A datagram to an abstract UNIX socket of this host. It carries nothing: whoever sends one makes the scheduler take a
-step a few milliseconds early. Workers on other hosts do not reach it, and their news waits for the sleep's end.
+What a step's output tells of a load was taken when the step was queued, and is read when it is over; with a step
+queued ahead, and others of their own requests running, two steps go by before the scheduler knows. So workers on its
+host also say at once whose load has ended well. It is news of the same load: the output's own comes later.
+
+A datagram to an abstract UNIX socket of this host, whose name anybody may list: one that tells of a load bears a
+secret. Workers on other hosts do not reach it, and their news waits for a step's output, or for the sleep's end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import select
 import socket
+import struct
+from dataclasses import dataclass, field
+
+_SECRET = 16
+_NEWS = struct.Struct(f"<{_SECRET}sHQ")
+"""The secret, the rank, and the number of the load."""
+
+
+@dataclass(frozen=True)
+class Doorbell:
+    """Where to ring, and what proves who does."""
+
+    address: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
+
+
+NOBODY = Doorbell()
 
 
 class Alarm:
@@ -18,18 +40,33 @@ class Alarm:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self.address = b"\0pushkv-%d-" % os.getpid() + secrets.token_hex(8).encode()
-        self._socket.bind(self.address)
+        name = b"\0pushkv-%d-" % os.getpid() + secrets.token_hex(8).encode()
+        self.doorbell = Doorbell(name, secrets.token_bytes(_SECRET))
+        self._socket.bind(name)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._news: list[tuple[int, int]] = []
 
     def sleep(self, seconds: float) -> bool:
         """Sleep for at most ``seconds``, in whole milliseconds; whether it was cut short."""
         woken = bool(self._poll.poll(int(seconds * 1000)))
-        with contextlib.suppress(BlockingIOError):
-            while woken:
-                self._socket.recv(16)
+        self._listen()
         return woken
+
+    def news(self) -> list[tuple[int, int]]:
+        """What has been told since the last call: (rank, load)."""
+        self._listen()
+        news, self._news = self._news, []
+        return news
+
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                told = self._socket.recv(_NEWS.size + 1)
+                if len(told) == _NEWS.size:
+                    secret, rank, load = _NEWS.unpack(told)
+                    if hmac.compare_digest(secret, self.doorbell.secret):
+                        self._news.append((rank, load))
 
     def close(self) -> None:
         """Stop listening."""
@@ -42,15 +79,22 @@ class Bell:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self.address = b""
+        self.doorbell = NOBODY
 
     def ring(self) -> None:
         """Wake the scheduler, if it is known and on this host; a full queue has woken it already."""
-        if self.address:
+        self._send(b"")
+
+    def tell(self, rank: int, load: int) -> None:
+        """Wake it, and tell it that a load has ended well on this rank."""
+        self._send(_NEWS.pack(self.doorbell.secret, rank, load))
+
+    def _send(self, datagram: bytes) -> None:
+        if self.doorbell.address:
             with contextlib.suppress(OSError):
-                self._socket.sendto(b"", self.address)
+                self._socket.sendto(datagram, self.doorbell.address)
 
     def close(self) -> None:
         """Ring no more."""
-        self.address = b""
+        self.doorbell = NOBODY
         self._socket.close()

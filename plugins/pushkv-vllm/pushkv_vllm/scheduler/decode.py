@@ -17,6 +17,7 @@ from pushkv_vllm.directives import Decline, OfferBlocks, Reports
 from pushkv_vllm.params import DecodeLeg
 from pushkv_vllm.pins import Pins
 from pushkv_vllm.prompt import digest_of, refusal
+from pushkv_vllm.scheduler.arrivals import Arrivals
 
 
 class Stand(Enum):
@@ -54,6 +55,7 @@ class DecodeScheduler:
         self._cancels: list[str] = []
         self._declines: list[Decline] = []
         self.counts: Counter[str] = Counter()
+        self.arrivals = Arrivals(ranks)
 
     @property
     def waiting(self) -> bool:
@@ -108,7 +110,7 @@ class DecodeScheduler:
                 name, leg.transfer, leg.address, leg.sibling, leg.siblings, leg.attempt,
                 tuple(row for _, row in rows), tuple(first for first, _ in rows), start, stop,
                 b"" if error else digest_of(request), int(request.num_prompt_tokens),
-                min(self._deadline, leg.deadline or self._deadline), error,
+                min(self._deadline, leg.deadline or self._deadline), error, self.arrivals.expect(name),
             )
         )  # fmt: skip
 

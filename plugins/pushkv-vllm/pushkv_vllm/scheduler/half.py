@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from pushkv_vllm import compat
@@ -112,7 +113,7 @@ class SchedulerHalf:
             self._follow(self._prefill, scheduler_output)
         offers, cancels, declines = self._decode.take() if self._decode is not None else ((), (), ())
         parts, reclaims, unstages = self._prefill.take() if self._prefill is not None else ((), (), ())
-        made = Directives(tokens, self._alarm.address, offers, cancels, declines, parts, reclaims, unstages)
+        made = Directives(tokens, self._alarm.doorbell, offers, cancels, declines, parts, reclaims, unstages)
         self._quiet = 0 if tokens or made.urgent else self._quiet + 1
         if self._may_sleep and self._quiet >= QUIET_STEPS and self._waiting:
             self._alarm.sleep(self._settings.idle_wait)
@@ -140,7 +141,7 @@ class SchedulerHalf:
     def output(self, connector_output: Any) -> None:
         """What the workers report."""
         reports = connector_output.kv_connector_worker_meta
-        received = connector_output.finished_recving or ()
+        received = self._received(connector_output)
         if isinstance(reports, Reports) or received:
             self._heard, self._quiet = time.monotonic(), 0
         if self._decode is not None:
@@ -149,6 +150,16 @@ class SchedulerHalf:
             for half in (self._decode, self._prefill):
                 if half is not None:
                     half.reports(reports)
+
+    def _received(self, connector_output: Any) -> Iterable[str]:
+        """The loads that the engine is to hear of now: what it is to hear, it takes from this output."""
+        if self._decode is None:
+            return ()
+        for rank, load in self._alarm.news():
+            self._decode.arrivals.tell(rank, load)
+        received = self._decode.arrivals.received(connector_output.finished_recving or ())
+        connector_output.finished_recving = received or None
+        return received
 
     @property
     def _waiting(self) -> bool:

@@ -134,6 +134,11 @@ class DecodeWorker:
         )
         self._by_key[load.transfer.key] = order.request
 
+    def load_of(self, key: TransferKey) -> int:
+        """The number of the load that a transfer is for, 0 where it is not known (yet). From any thread."""
+        load = self._loads.get(self._by_key.get(key, ""))
+        return load.order.load if load is not None else 0
+
     def _cancel(self, request: str) -> None:
         load = self._loads.get(request)
         if load is None or load.ended:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from vllm.logger import init_logger
 
-from pushkv import Consumer, Producer
+from pushkv import Consumer, Ended, Outcome, Producer
 from pushkv.errors import GeometryError
 from pushkv.runtime.factory import TransportFactory
 from pushkv_vllm import compat
@@ -45,6 +45,7 @@ class WorkerHalf:
         self._directives: Directives | None = None
         self._news = News()
         self._tally = Tally()
+        self._rank = 0
 
     @property
     def _transport(self) -> TransportFactory | None:
@@ -84,7 +85,7 @@ class WorkerHalf:
 
     def _serve(self, cache: EngineCache, ranks: Ranks) -> None:
         config, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
-        engine, settings = str(config.engine_id), self._settings
+        engine, settings, self._rank = str(config.engine_id), self._settings, ranks.rank
         layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
         logger.info("PushKV: rank %d of %d, cache layout %s (asked for: %s): %s", ranks.rank, ranks.count, layout,
                     settings.layout, cache)  # fmt: skip
@@ -102,7 +103,7 @@ class WorkerHalf:
         if config.is_kv_consumer:
             self._endpoints.append(self._consumer(cache, ranks, engine))
         for endpoint in self._endpoints:
-            endpoint.on_event = self._bell.ring
+            endpoint.on_event = self._tell
 
     def _consumer(self, cache: EngineCache, ranks: Ranks, engine: str) -> Consumer:
         settings = self._settings
@@ -131,11 +132,21 @@ class WorkerHalf:
     def begin(self, directives: Directives) -> None:
         """A step's directives are here."""
         self._directives = directives
-        self._bell.address = directives.wake
+        self._bell.doorbell = directives.wake
         if self._decode is not None:
             self._decode.do(directives)
         if self._prefill is not None:
             self._prefill.do(directives)
+
+    def _tell(self, event: object) -> None:
+        """Something has happened, on any thread: wake the scheduler, and tell it at once of a load that is there."""
+        load = 0
+        if self._decode is not None and isinstance(event, Ended) and event.outcome is Outcome.COMPLETE:
+            load = self._decode.load_of(event.key)
+        if load:
+            self._bell.tell(self._rank, load)
+        else:
+            self._bell.ring()
 
     def layer_queued(self, name: str) -> None:
         """A layer's work of the step is queued."""

@@ -68,7 +68,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     ``stream`` is a producer's: which parts leave while a prompt is computed. ``request``: none, ``chunk``: the tokens
     that each call of ``stage`` adds, ``layer``: also the layers that one with ``layers`` adds, ``auto``: what
-    ``layer`` does, but parts of less than 4 MiB wait for more.
+    ``layer`` does, but parts of less than 4 MiB wait for more. ``layers`` is whether the engine will call ``stage``
+    with ``layers``, so that consumers with ``landing="auto"`` know how little is left when a prompt is computed.
 
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
@@ -96,6 +97,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slot_bytes: int = 16 << 20
     landing_costs: Costs = Costs()
     stream: Literal["auto", "request", "chunk", "layer"] = "auto"
+    layers: bool = False
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()

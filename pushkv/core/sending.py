@@ -108,7 +108,7 @@ class Customer:
     def due(self, serving: Serving, computed: Reach) -> tuple[list[Part], Reach]:
         """The parts of an offer that may leave now, in order, and how far it is sent with them."""
         stop = serving.offer.stop
-        strips, sent = advance(serving.reached, self.streaming.reach(computed, stop))
+        strips, sent = advance(serving.reached, self.streaming.reach(computed, stop, lands=serving.lands))
         parts = []
         for strip in strips:
             spans = clip(self.owed(strip.start, strip.stop, stop), strip)

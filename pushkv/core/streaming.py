@@ -124,21 +124,23 @@ class Streaming:
 
     ``common`` turns layers as the producer counts them into layers as spans do, None where that is all that is owed.
     A part ends at a multiple of ``grid`` tokens, where the blocks of both sides end, unless the offer ends there.
-    One that is not ``worth`` it waits for more; the last one never does.
+    One that is not ``worth`` it waits for more; the last one never does. Unless layers lie ``apart``, some layers of
+    a block are more pieces than all of them, and leave by themselves only where they are gathered into slots.
     """
 
     stream: Stream = Stream.LAYER
     common: Callable[[Counts], Counts | None] = _same
     grid: int = 1
+    apart: bool = True
     worth: Callable[[Spans], bool] = bool
 
-    def reach(self, computed: Reach, stop: int) -> Reach:
-        """How much of an offer up to token ``stop`` may be sent, where this much is computed."""
+    def reach(self, computed: Reach, stop: int, *, lands: bool = False) -> Reach:
+        """How much of an offer up to token ``stop`` may be sent, where this much is computed; ``lands``: in slots."""
         ready, ahead = self._owed(computed)
         if self.stream is Stream.REQUEST:
             return Reach(stop if ready >= stop else 0)
         tokens = self._whole(ready, stop)
-        if ahead is None or self.stream is Stream.CHUNK:
+        if ahead is None or self.stream is Stream.CHUNK or not (self.apart or lands):
             return Reach(tokens)
         until = self._whole(ahead.until, stop)
         return Reach(tokens, Ahead(until, ahead.layers)) if until > tokens else Reach(tokens)

@@ -8,6 +8,7 @@ between transports, so the numbers are :class:`Costs`, and may be set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -44,9 +45,22 @@ def landing_seconds(costs: Costs, size: int, slot: int) -> float:
     return sum(stages) + (parts - 1) * max(stages) + parts * costs.part
 
 
-def lands(costs: Costs, pieces: int, size: int, slot: int) -> bool:
-    """Whether landing is the cheaper way."""
-    return size > 0 and landing_seconds(costs, size, slot) < direct_seconds(costs, pieces, size)
+class Left(NamedTuple):
+    """Which shares of a transfer are left when its prompt is computed, going directly and landing."""
+
+    direct: float = 1.0
+    landing: float = 1.0
+
+
+ALL = Left()
+LAYERED = 1 / 8
+"""What is reckoned to be left where layers leave as they are written."""
+
+
+def lands(costs: Costs, pieces: int, size: int, slot: int, left: Left = ALL) -> bool:
+    """Whether landing is the way on which less time passes once the prompt is computed."""
+    landing = landing_seconds(costs, ceil(size * left.landing), slot)
+    return size > 0 and landing < direct_seconds(costs, ceil(pieces * left.direct), ceil(size * left.direct))
 
 
 class Weight(NamedTuple):

@@ -92,6 +92,7 @@ class Side(Peering):
             host=this_host(),
             verify=shared.config.verify,
             slots=slots,
+            layers=shared.config.layers,
         )
 
     @abstractmethod

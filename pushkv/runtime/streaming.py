@@ -20,6 +20,5 @@ def streaming_of(setting: str, template: PairTemplate) -> Streaming:
 
     auto = setting == "auto"
     stream = Stream.LAYER if auto else Stream(setting)
-    if stream is Stream.LAYER and not template.layers_apart:
-        stream = Stream.CHUNK  # some layers of a block would be more pieces than all of them
-    return Streaming(stream, template.common_layers, template.token_grid, worth if auto else bool)
+    apart = template.layers_apart
+    return Streaming(stream, template.common_layers, template.token_grid, apart, worth if auto else bool)

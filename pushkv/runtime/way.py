@@ -10,7 +10,7 @@ from pushkv.config import EndpointConfig
 from pushkv.core.messages import Blocks
 from pushkv.core.ring import starved
 from pushkv.core.template import Range
-from pushkv.core.ways import lands, weigh
+from pushkv.core.ways import LAYERED, Left, lands, weigh
 from pushkv.errors import NoSlots
 from pushkv.runtime.consuming import Consuming
 from pushkv.runtime.pair import Pair, tables
@@ -49,7 +49,7 @@ class Way:
             return True
         weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
         pieces, size = sum(weight.pieces for weight in weights), sum(weight.bytes for weight in weights)
-        cheaper = lands(self._costs, pieces, size, min(pair.room for pair in pairs))
+        cheaper = lands(self._costs, pieces, size, min(pair.room for pair in pairs), _left(pairs))
         return cheaper and not self._wanting(pairs)
 
     def stuck(self) -> Counter[str]:
@@ -72,3 +72,12 @@ class Way:
         if self._stats[WANTING].bit_count() == 1:  # the first, second, fourth, …
             log.warning("%s: %s", self._config.engine, what)
         return what
+
+
+def _left(pairs: tuple[Pair, ...]) -> Left:
+    """What is left of a transfer from these producers when the prompt is computed, the most of any of them.
+
+    Where layers of a block lie side by side, they go together where they go directly.
+    """
+    landing = LAYERED if all(pair.theirs.layers for pair in pairs) else 1.0
+    return Left(landing if all(pair.template.layers_apart for pair in pairs) else 1.0, landing)

@@ -50,6 +50,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     verify: Name = "off"
     """How the bytes are verified; a side that does not say so cannot."""
     slots: Slots | None = None
+    layers: bool = False
+    """Whether a producer's engine says which layers of a step are written before the others are."""
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="introduction"):

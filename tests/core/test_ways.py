@@ -10,7 +10,7 @@ import pytest
 from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Layer, Place, Strides
 from pushkv.core.plan import plan_copy
 from pushkv.core.template import PairTemplate
-from pushkv.core.ways import Costs, direct_seconds, landing_seconds, lands, weigh
+from pushkv.core.ways import Costs, Left, direct_seconds, landing_seconds, lands, weigh
 
 NVLINK = Costs(descriptor=6e-6, wire=250e9, copy=1.2e12, part=0.1e-3)
 TCP = Costs(descriptor=20e-6, wire=1e9, copy=3e9)
@@ -37,6 +37,12 @@ class TestModel:
 
     def test_nothing_lands_nowhere(self) -> None:
         assert not lands(TCP, 0, 0, SLOT)
+
+    def test_what_counts_is_what_is_left_when_the_prompt_is_computed(self) -> None:
+        pieces = 4 * GIB // (64 << 20)
+        assert not lands(NVLINK, pieces, 4 * GIB, 256 << 20)
+        assert lands(NVLINK, pieces, 4 * GIB, 256 << 20, Left(1.0, 1 / 8))
+        assert not lands(NVLINK, pieces, 4 * GIB, 256 << 20, Left(1 / 8, 1 / 8))
 
     def test_more_pieces_never_make_direct_better(self) -> None:
         ways = [lands(CMA, pieces, 64 << 20, SLOT) for pieces in (1, 10, 100, 1000, 10_000, 100_000)]

@@ -10,8 +10,9 @@ import pytest
 
 from pushkv import Consumer, KVCache, Outcome, Producer
 from pushkv.core.layouts import Shard, shard
-from pushkv.core.streaming import Stream
+from pushkv.core.streaming import Ahead, Reach, Stream
 from pushkv.core.template import PairTemplate
+from pushkv.core.ways import Costs
 from pushkv.errors import ConfigError, ProtocolError
 from pushkv.runtime.streaming import WORTH, streaming_of
 from pushkv.transport.memory import Faults, Network
@@ -287,13 +288,54 @@ class TestManyRanks:
 
 
 @pytest.mark.parametrize(
-    ("axes", "stream"),
-    [("LSBNHC", Stream.LAYER), ("LBSNHC", Stream.LAYER), ("BLSNHC", Stream.CHUNK), ("BHLSNC", Stream.CHUNK)],
+    ("axes", "apart"), [("LSBNHC", True), ("LBSNHC", True), ("BLSNHC", False), ("BHLSNC", False)]
 )
-def test_layers_that_lie_side_by_side_go_together(axes: str, stream: Stream) -> None:
+def test_layers_that_lie_side_by_side_go_together_but_for_those_that_land(axes: str, apart: bool) -> None:
     sizes = {"L": 3, "S": 2, "B": 8, "N": 4, "H": 2, "C": 8}
     cache = KVCache.of(np.zeros([sizes[axis] for axis in axes], np.float32), axes, heads=2)
     template = PairTemplate(cache.geometry, cache.geometry)
-    assert streaming_of("layer", template).stream is stream
-    assert streaming_of("auto", template).stream is stream
+    for setting in ("layer", "auto"):
+        streaming = streaming_of(setting, template)
+        assert streaming.stream is Stream.LAYER
+        some = Reach(4, Ahead(8, (2,)))
+        assert streaming.reach(some, 12) == (some if apart else Reach(4))
+        assert streaming.reach(some, 12, lands=True) == some
     assert streaming_of("request", template).stream is Stream.REQUEST
+
+
+@pytest.mark.parametrize("landing", ["direct", "landing", "auto"])
+def test_layers_of_blocks_outermost(scene: Scene, landing: str) -> None:
+    """Directly they go when all are there, through slots as they come; `auto` lands what a producer tells layer by
+    layer, though with these costs a transfer that is left whole would go directly."""
+
+    def array() -> Array:
+        return np.zeros((64, LAYERS, 2, TOKENS, 2, 4), np.float32)
+
+    costs = Costs(part=1e-9, descriptor=1e-12, wire=1e9, copy=8e9)
+    settings = {"landing": landing, "slot_bytes": 1024, "landing_bytes": 4096, "landing_costs": costs, "layers": True}
+    producer = scene.producer(cache=KVCache.of(fill(array()), "BLSNHC", heads=2, model="m"), **settings)
+    consumer = scene.consumer(cache=KVCache.of(array(), "BLSNHC", heads=2, model="m"), **settings)
+    link = consumer.connect(producer.address)
+    push = Pushed(producer, consumer, "r", blocks_for(COUNT), blocks_for(COUNT, 20)[::-1], COUNT)
+    transfer = push.offer(link)
+    push.stage(layers=2)
+    blocks = array_of(consumer)[push.target]
+    if landing != "direct":
+        until(lambda: (array_of(consumer)[push.target, :2] == array_of(producer)[push.source, :2]).all())
+    push.stage(layers=3)
+    assert not array_of(consumer)[push.target, 3:].any()
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert (array_of(consumer)[push.target] == array_of(producer)[push.source]).all()
+    assert not blocks.any()
+    assert (producer.stats()["writes"] > 1) is (landing != "direct")
+
+
+def test_auto_goes_directly_where_layers_are_not_told(scene: Scene) -> None:
+    costs = Costs(part=1e-9, descriptor=1e-12, wire=1e9, copy=8e9)
+    settings = {"landing": "auto", "slot_bytes": 1024, "landing_bytes": 4096, "landing_costs": costs}
+    push, link = pushed(scene, **settings)
+    transfer = push.offer(link)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert push.scene_producer.stats()["writes"] == 1, "slots hold less"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -37,8 +38,12 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if compat.sleeps(vllm_config):
             raise ConfigError("PushKVConnector cannot serve a cache that sleep mode takes away; disable sleep mode.")
-        if settings.stream == "layer" and getattr(vllm_config.parallel_config, "enable_dbo", False):
-            raise ConfigError("stream is 'layer' and dual-batch overlap computes a layer in two halves; use 'chunk'.")
+        if settings.stream in ("auto", "layer") and getattr(vllm_config.parallel_config, "enable_dbo", False):
+            if settings.stream == "layer":
+                raise ConfigError(
+                    "stream is 'layer' and dual-batch overlap computes a layer in two halves; use 'chunk'."
+                )
+            settings = msgspec.structs.replace(settings, stream="chunk")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -157,7 +162,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: no request is scheduled before its KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """A layer's work is queued. With ``stream="layer"`` it goes out with some others; else with the step."""
+        """A layer's work is queued. It goes out with some others, or with the step: see ``stream``."""
         self._workers.layer_queued(layer_name)
 
     def wait_for_save(self) -> None:

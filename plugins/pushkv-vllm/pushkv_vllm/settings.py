@@ -35,9 +35,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``landing``, ``landing_bytes`` and ``slot_bytes`` are :class:`pushkv.EndpointConfig`'s. By default GPUs get
     ``auto`` with four slots of 256 MiB, whose memory is taken beside the engine's, and everything else ``direct``.
 
-    ``stream`` is a prefill engine's: what leaves while a prompt is computed. ``auto`` and ``chunk``: what each step
-    adds (``auto`` keeps parts of less than 4 MiB for the next); ``layer``: also layers of the step that runs,
-    where layers lie apart and the step is in no CUDA graph of the whole model; ``request``: nothing.
+    ``stream`` is a prefill engine's: what leaves while a prompt is computed. ``chunk``: what each step adds;
+    ``layer``: also layers of the step that runs, unless it is in a CUDA graph of the whole model, where nobody is
+    told of layers; ``auto``: that on GPUs in steps of 32 MiB of KV and more, else as ``chunk``, and keeps parts of
+    less than 4 MiB for the next; ``request``: nothing.
 
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
@@ -96,10 +97,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             nixl=self.nixl,
             limits=self.limits,
             stream=self.stream,
+            layers=self.layers(device),
             **self._landing(device),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,
         )
+
+    def layers(self, device: str) -> bool:
+        """Whether a prefill engine on this type of device stages layers of a step."""
+        return self.stream == "layer" or (self.stream == "auto" and device == "cuda")
 
     def _landing(self, device: str) -> dict[str, Any]:
         gpu = device == "cuda"

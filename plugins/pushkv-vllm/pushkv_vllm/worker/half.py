@@ -18,11 +18,14 @@ from pushkv_vllm.wake import Bell
 from pushkv_vllm.worker.decode import DecodeWorker, News
 from pushkv_vllm.worker.geometry import EngineCache, describe, describe_cross_layer, model_digest
 from pushkv_vllm.worker.kernel import check_cpu_kernel
+from pushkv_vllm.worker.layers import Layers
 from pushkv_vllm.worker.prefill import PrefillWorker
 from pushkv_vllm.worker.ranks import Ranks
 
 logger = init_logger("vllm.pushkv.worker")
 
+STEP_OF_LAYERS = 32 << 20
+"""Bytes of KV of a step of which ``auto`` tells layer by layer: eight times the least part that it lets go early."""
 CLOSING = 5.0
 """For how many seconds shutting down waits for custody to end."""
 
@@ -97,7 +100,9 @@ class WorkerHalf:
                 transport=self._transport,
             )
             producer.introduce(ranks.gather(producer.address))
-            self._prefill = PrefillWorker(producer, cache, settings.hold, layers=settings.stream == "layer")
+            least = {"layer": 0, "auto": STEP_OF_LAYERS}.get(settings.stream, 0)
+            layers = Layers(cache.cache.geometry, least) if settings.layers(cache.device) else None
+            self._prefill = PrefillWorker(producer, cache, settings.hold, layers)
             self._endpoints.append(producer)
             logger.info("PushKV: prefill rank %d is reached at %s", ranks.rank, producer.address)
         if config.is_kv_consumer:

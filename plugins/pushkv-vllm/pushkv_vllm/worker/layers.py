@@ -9,22 +9,28 @@ TIMES = 8
 
 
 class Layers:
-    """Counts the layers of a cache, named in any order: one counts once all before it are there."""
+    """Counts the layers of a cache, named in any order: one counts once all before it are there.
 
-    def __init__(self, geometry: Geometry) -> None:
+    Of steps whose KV is less than ``least`` bytes it tells nothing.
+    """
+
+    def __init__(self, geometry: Geometry, least: int = 0) -> None:
+        self._least = -(-least // max(1, sum(group.token_bytes for group in geometry.groups)))
+        self._tells = True
         self._groups = [[_engines(layer.name) for layer in group.layers] for group in geometry.groups]
         self._names = {name for group in self._groups for name in group}
         self._every = -(-len(self._names) // TIMES)
         self._seen: set[str] = set()
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, tokens: int) -> None:
+        """A step begins that computes so many tokens."""
         self._seen.clear()
+        self._tells = tokens >= self._least
 
     def queued(self, name: str) -> tuple[int, ...] | None:
         """A layer is queued; how many first layers of each group are, where it is time to tell. Not of the last ones:
         the step's end tells of all."""
-        if name in self._seen or name not in self._names:
+        if not self._tells or name in self._seen or name not in self._names:
             return None
         self._seen.add(name)
         if len(self._seen) % self._every or len(self._seen) == len(self._names):

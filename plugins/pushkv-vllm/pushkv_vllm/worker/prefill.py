@@ -34,14 +34,14 @@ class PrefillWorker:
     With ``layers`` the layers of a step are staged as they are queued, some at a time.
     """
 
-    def __init__(self, producer: Producer, cache: EngineCache, hold: float, *, layers: bool = False) -> None:
+    def __init__(self, producer: Producer, cache: EngineCache, hold: float, layers: Layers | None = None) -> None:
         self._producer = producer
         self._cache = cache
         self._hold = hold
         self._transfers: dict[str, Held] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._parts: tuple[StagePart, ...] = ()
-        self._layers = Layers(cache.cache.geometry) if layers else None
+        self._layers = layers
         self._reports = Reports()
 
     def do(self, directives: Directives) -> None:
@@ -50,7 +50,7 @@ class PrefillWorker:
             self._reclaim(reclaim)
         self._parts += directives.parts
         if self._layers is not None:
-            self._layers.begin()
+            self._layers.begin(directives.tokens)
         for unstage in directives.unstages:
             self._unstage(unstage)
 

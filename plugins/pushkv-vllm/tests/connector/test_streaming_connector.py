@@ -125,8 +125,26 @@ def test_layers_count_from_the_first_on_whatever_their_order(scene: Scene) -> No
     assert layers.queued("drafter") is None
     assert layers.queued("layers.0") == (2,) * width
     assert layers.queued("layers.2") is None, "the step's end tells of all"
-    layers.begin()
+    layers.begin(1)
     assert layers.queued("layers.0") == (1,) * width
+
+
+def test_layers_of_small_steps_are_not_told(scene: Scene) -> None:
+    geometry = pair(scene)[0].producers[0].cache.geometry
+    token = sum(group.token_bytes for group in geometry.groups)
+    layers = Layers(geometry, 10 * token - 1)
+    layers.begin(9)
+    assert layers.queued("layers.0") is None
+    layers.begin(10)
+    assert layers.queued("layers.0") == (1,) * len(geometry.groups)
+
+
+def test_auto_tells_of_layers_on_gpus_alone() -> None:
+    told = {(stream, device): read_settings({"stream": stream}).endpoint("e", 0, 0, device).layers
+            for stream in ("auto", "chunk", "layer") for device in ("cuda", "cpu")}  # fmt: skip
+    assert [which for which, layers in told.items() if layers] == [
+        ("auto", "cuda"), ("layer", "cuda"), ("layer", "cpu")
+    ]  # fmt: skip
 
 
 def test_dual_batch_overlap_is_refused(scene: Scene) -> None:
@@ -135,3 +153,8 @@ def test_dual_batch_overlap_is_refused(scene: Scene) -> None:
     config.parallel_config.enable_dbo = True
     with pytest.raises(ConfigError, match="dual-batch"):
         PushKVConnector(config, prefill.workers[0].connector.role, prefill.cache_config)
+    transfer = replace(config.kv_transfer_config, kv_connector_extra_config={"port": 0, "stream": "auto"})
+    config.kv_transfer_config = transfer
+    connector = PushKVConnector(config, prefill.workers[0].connector.role, prefill.cache_config)
+    assert not connector._worker._settings.layers("cuda")
+    connector.shutdown()

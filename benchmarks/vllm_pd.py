@@ -4,10 +4,12 @@
 an environment that has vLLM, NIXL and pushkv-vllm; ``--cpu`` runs a small model on CPUs, to try the harness out.
 
 Weights are made up (of a Qwen3-4B's shape), prompts are random token ids, prefix caching is off, so that every
-request moves its whole KV. Arrivals are a Poisson process with a fixed seed: all connectors get the same requests at
-the same times. *TTFT* is from sending a request to its first token from decode; *prefill* is the prefill leg's own
-latency in the same request, and *handoff* is TTFT minus that, request by request. Both legs are sent at once where
-the connector pushes, one after the other where it pulls. Equal digests of the answers are equal answers.
+request moves its whole KV. Arrivals are a Poisson process with a fixed seed (``--seed``): all connectors get the
+same requests at the same times. *TTFT* is from sending a request to its first token from decode; *prefill* is the
+prefill leg's own latency in the same request, and *handoff* is TTFT minus that, request by request. Both legs are
+sent at once where the connector pushes, one after the other where it pulls. An answer's words are its tokens: asking
+for token ids would have the server say the prompt's too, which takes milliseconds of the first token's. Equal digests
+of the answers are equal answers.
 """
 
 from __future__ import annotations
@@ -191,7 +193,7 @@ def healthy(port: int) -> bool:
 async def complete(client: Any, port: int, prompt: list[int], tokens: int, request: str, params: Answer) -> Answer:
     """A streamed completion: when its tokens came, or ``error``."""
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "return_token_ids": True, "kv_transfer_params": params}  # fmt: skip
+            "stream": True, "skip_special_tokens": False, "kv_transfer_params": params}  # fmt: skip
     began, times, answer = time.perf_counter(), [], []
     url = f"http://127.0.0.1:{port}/v1/completions"
     async with client.post(url, json=body, headers={"X-Request-Id": request}) as response:
@@ -201,8 +203,8 @@ async def complete(client: Any, port: int, prompt: list[int], tokens: int, reque
             if not line.startswith(b"data: ") or b"[DONE]" in line:
                 continue
             for choice in json.loads(line[6:]).get("choices", []):
-                if choice.get("token_ids"):
-                    answer += choice["token_ids"]
+                if choice.get("text"):
+                    answer += choice["text"].split()
                     times.append(time.perf_counter() - began)
     return {"times": times, "tokens": answer} if times else {"error": "no token came"}
 
@@ -247,11 +249,11 @@ async def serve_one(client: Any, case: Case, prompt: list[int], tokens: int) -> 
     }
 
 
-async def load(case: Case, length: int, rate: float, requests: int, tokens: int) -> Answer:
-    """One cell: prompts of ``length`` tokens, ``rate`` a second."""
+async def load(case: Case, length: int, rate: float, requests: int, tokens: int, seed: int = 0) -> Answer:
+    """One cell: prompts of ``length`` tokens, ``rate`` a second; ``seed`` makes the gaps between arrivals."""
     import aiohttp
 
-    arrivals, at = random.Random(length), 0.0
+    arrivals, at = random.Random(seed), 0.0
     limit = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
 
@@ -305,7 +307,8 @@ def run_case(name: str, model: Path, options: argparse.Namespace, told: Callable
         for length, rate in WARM:
             asyncio.run(load(case, min(length, longest), rate, 3, 32))
         for length, rate in cells:
-            told({"case": name, **asyncio.run(load(case, length, rate, options.requests, options.tokens))})
+            row = asyncio.run(load(case, length, rate, options.requests, options.tokens, options.seed))
+            told({"case": name, **row})
 
 
 def in_words(row: Answer) -> str:
@@ -351,6 +354,7 @@ def main() -> int:
     made.add_argument("--cells", default="1024:8,4096:8,8192:4,16000:1,16000:2", help="tokens:requests a second")
     made.add_argument("--requests", type=int, default=20, help="requests a cell")
     made.add_argument("--tokens", type=int, default=128, help="tokens an answer")
+    made.add_argument("--seed", type=int, default=0, help="of the arrivals")
     made.add_argument("--gpus", default="0,1", help="of prefill and of decode")
     made.add_argument("--extra", default="", help="further kv_connector_extra_config, as JSON")
     made.add_argument("--cpu", action="store_true", help="a small model on CPUs")

@@ -106,7 +106,8 @@ class Reports(KVConnectorWorkerMetadata):
 
     ``released``: decode requests whose blocks nobody can write into any more. ``failed``: why loads have failed.
     ``over``: prefill transfers that are over and read no more; ``reclaimed``: (transfer, round) that have let go.
-    ``ended``: how prefill transfers ended, one text a transfer.
+    ``ended``: how prefill transfers ended, one text a transfer. ``open``: loads are under way here, which is no news,
+    but vLLM passes on no output that is empty, and the scheduler half may have heard something itself.
     """
 
     released: Counter[str] = field(default_factory=Counter)
@@ -114,9 +115,15 @@ class Reports(KVConnectorWorkerMetadata):
     over: Counter[str] = field(default_factory=Counter)
     reclaimed: Counter[tuple[str, int]] = field(default_factory=Counter)
     ended: dict[str, str] = field(default_factory=dict)
+    open: bool = False
+
+    @property
+    def news(self) -> bool:
+        """Whether anything has happened."""
+        return bool(self.released or self.failed or self.over or self.reclaimed or self.ended)
 
     def __bool__(self) -> bool:
-        return bool(self.released or self.failed or self.over or self.reclaimed or self.ended)
+        return self.news or self.open
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
         """The reports of two ranks as one."""
@@ -127,4 +134,5 @@ class Reports(KVConnectorWorkerMetadata):
             self.over + other.over,
             self.reclaimed + other.reclaimed,
             {**other.ended, **self.ended},
+            self.open or other.open,
         )

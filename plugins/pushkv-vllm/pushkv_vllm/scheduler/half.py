@@ -115,8 +115,9 @@ class SchedulerHalf:
         parts, reclaims, unstages = self._prefill.take() if self._prefill is not None else ((), (), ())
         made = Directives(tokens, self._alarm.doorbell, offers, cancels, declines, parts, reclaims, unstages)
         self._quiet = 0 if tokens or made.urgent else self._quiet + 1
-        if self._may_sleep and self._quiet >= QUIET_STEPS and self._waiting:
-            self._alarm.sleep(self._settings.idle_wait)
+        sleepy = self._may_sleep and self._quiet >= QUIET_STEPS and self._waiting
+        if sleepy and self._alarm.sleep(self._settings.idle_wait):
+            self._quiet = 0  # what has woken it is in outputs that are still on their way
         return made
 
     @staticmethod
@@ -142,7 +143,7 @@ class SchedulerHalf:
         """What the workers report."""
         reports = connector_output.kv_connector_worker_meta
         received = self._received(connector_output)
-        if isinstance(reports, Reports) or received:
+        if (isinstance(reports, Reports) and reports.news) or received:
             self._heard, self._quiet = time.monotonic(), 0
         if self._decode is not None:
             self._decode.received(received, reports.failed if isinstance(reports, Reports) else {})

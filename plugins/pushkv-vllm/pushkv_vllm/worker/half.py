@@ -180,6 +180,7 @@ class WorkerHalf:
     def reports(self) -> Reports | None:
         """What the scheduler half is to hear, None where that is nothing."""
         news, self._news = self._news, News()
+        news.reports.open = self._decode is not None and self._decode.open > 0
         return news.reports or None
 
     def stats(self) -> PushKVStats | None:

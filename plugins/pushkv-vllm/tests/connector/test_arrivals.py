@@ -34,27 +34,48 @@ def all_have_rung(engine: FakeEngine) -> bool:
 
 
 class TestThroughTheScheduler:
+    @pytest.mark.parametrize("others", [["runs"], []], ids=["busy", "idle"])
     @pytest.mark.parametrize("ranks", [1, 2])
-    def test_it_is_scheduled_before_the_output_that_tells_of_it(self, scene: Scene, ranks: int) -> None:
+    def test_it_is_scheduled_before_the_output_that_tells_of_it(
+        self, scene: Scene, ranks: int, others: list[str]
+    ) -> None:
         """A step is queued while the KV is on its way; once that is there, the next step computes with it."""
         prefill, decode = pair(scene, decode={"ranks": ranks})
         balance = Balance(prefill, decode)
         one, other = legs(prefill, "t")
-        decode.add("runs", PROMPT[:9], None, 400)
+        for name in others:
+            decode.add(name, PROMPT[:9], None, 400)
         decode.add("d", PROMPT, other, 3)
         decode.step()
         until(lambda: offered(decode), decode)
         queued, result = queue(decode)
-        assert list(queued.num_scheduled_tokens) == ["runs"]
+        assert list(queued.num_scheduled_tokens) == others
         prefill.add("p", PROMPT, one)
         until(lambda: all_have_rung(decode), prefill)
         decode.scheduler.update_from_output(queued, result)
         following, result = queue(decode)
-        assert following.num_scheduled_tokens == {"runs": 1, "d": 1}
+        assert following.num_scheduled_tokens == dict.fromkeys([*others, "d"], 1)
         decode.scheduler.update_from_output(following, result)  # this one tells of the load again
-        until(lambda: {"d", "runs"} <= set(decode.finished), prefill, decode)
+        until(lambda: {"d", *others} <= set(decode.finished), prefill, decode)
         assert decode.tokens["d"] == continued(PROMPT, 3)
         balance.settle()
+
+    def test_a_scheduler_that_is_woken_sleeps_in_no_step_until_it_has_heard_why(
+        self, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, decode = pair(scene)
+        half = decode.scheduler.connector._scheduler
+        asleep: list[bool] = []
+        sleep = half._alarm.sleep
+        monkeypatch.setattr(half._alarm, "sleep", lambda seconds: asleep.append(sleep(seconds)) or asleep[-1])
+        decode.add("d", PROMPT, legs(prefill, "t")[1], 3)
+        until(lambda: len(asleep) > 5 and not asleep[-1], decode)
+        before = len(asleep)
+        decode.workers[0].connector._worker._bell.ring()
+        for _ in range(3):
+            decode.step()
+        assert asleep[before:] == [True]
+        decode.abort("d")
 
     def test_a_load_of_which_one_rank_alone_has_told_waits(self, scene: Scene) -> None:
         prefill, decode = pair(scene, decode={"ranks": 2})

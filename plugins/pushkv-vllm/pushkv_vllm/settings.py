@@ -43,7 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
     digest of the model's configuration. ``idle_wait`` is for how many seconds the scheduler may sleep in a step
-    without tokens; 0 never. ``nixl`` and ``limits`` are :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
+    without tokens; 0 never. ``switch_interval`` is after how many seconds Python takes the interpreter from a worker's
+    thread that another waits for (:func:`sys.setswitchinterval`, which by itself is 0.005): the transfer thread waits
+    so long, at worst, whenever a call into the data mover returns; 0 leaves it as it is. ``nixl`` and ``limits`` are :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
     """
 
     host: str = "127.0.0.1"
@@ -66,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""
     stream: Literal["auto", "request", "chunk", "layer"] = "auto"
     idle_wait: float = 0.003
+    switch_interval: float = 0.0002
     nixl: NixlConfig = NixlConfig()
     limits: Limits = Limits()
 
@@ -75,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{name} is {getattr(self, name)}; give seconds above 0, at most a day.")
         if not 0 <= self.idle_wait <= 0.1:
             raise ConfigError(f"idle_wait is {self.idle_wait}; give seconds from 0 to 0.1.")
+        if not 0 <= self.switch_interval <= 0.1:
+            raise ConfigError(f"switch_interval is {self.switch_interval}; give seconds from 0 to 0.1.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give one from 0 (any free one) to 65535.")
 

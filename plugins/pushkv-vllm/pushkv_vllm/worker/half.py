@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar
 
 from vllm.logger import init_logger
@@ -88,6 +89,8 @@ class WorkerHalf:
 
     def _serve(self, cache: EngineCache, ranks: Ranks) -> None:
         config, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
+        if self._settings.switch_interval:
+            sys.setswitchinterval(min(sys.getswitchinterval(), self._settings.switch_interval))
         engine, settings, self._rank = str(config.engine_id), self._settings, ranks.rank
         layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
         logger.info("PushKV: rank %d of %d, cache layout %s (asked for: %s): %s", ranks.rank, ranks.count, layout,

@@ -104,6 +104,7 @@ class TestSettings:
             ({"silence": -1}, "silence is -1"),
             ({"port": 70000}, "port is 70000"),
             ({"idle_wait": 1}, "idle_wait is 1"),
+            ({"switch_interval": 1}, "switch_interval is 1"),
             ({"layout": "HND"}, "layout"),
         ],
     )

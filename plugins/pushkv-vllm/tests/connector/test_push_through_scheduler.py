@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
 from cases import PROMPT, Balance, continued, counts, legs, pair
 from fake_engine import Scene, until
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "then"), [(0.001, 0.005, 0.001), (0.0, 0.005, 0.005), (0.002, 0.001, 0.001)]
+)
+def test_pythons_threads_take_turns_as_set(scene: Scene, setting: float, before: float, then: float) -> None:
+    known = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        pair(scene, {"settings": (("switch_interval", setting),)}, {"settings": (("switch_interval", setting),)})
+        assert sys.getswitchinterval() == pytest.approx(then)
+    finally:
+        sys.setswitchinterval(known)
 
 
 class TestPushed:

@@ -19,10 +19,13 @@ from pushkv.runtime.turn import Abandoned
 log = logging.getLogger(__name__)
 
 QUICK = 50e-6
-"""Seconds between looks right after something happened."""
+"""Seconds between looks right after something happened, and while a copy runs."""
+SOON = 200e-6
+"""Seconds, at most, between looks while a WRITE or the engine's own work is waited for. Each look takes the
+interpreter from the engine's thread, and what is waited for takes milliseconds."""
 CALM = 8
 """A pause is this part of how long it has been quiet."""
-AWAKE = 0.03
+AWAKE = 0.004
 """For as many seconds after something happened a thread pauses for less than AWAKE / CALM."""
 BATCH = 256
 """How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""
@@ -45,7 +48,8 @@ class Work(ABC):
 
     @abstractmethod
     def urgency(self) -> int:
-        """0: nothing is open; 1: something is awaited; 2: the data mover needs polling; 3: there is work to do."""
+        """0: nothing is open; 1: a peer is awaited, which knocks; 2: a WRITE or the engine is; 3: a copy runs; 4: there
+        is work to do."""
 
     @abstractmethod
     def close(self) -> None:
@@ -144,7 +148,7 @@ class TransferThread:
     def _pause(self, quiet: float) -> float:
         """How long to sleep, having heard nothing for ``quiet`` seconds."""
         urgency = self._work.urgency()
-        most = (self._idle_poll, self._due_poll, QUICK, 0.0)[urgency]
+        most = (self._idle_poll, self._due_poll, SOON, QUICK, 0.0)[urgency]
         pause = min(max(quiet / CALM, QUICK), most)
         due = self._work.next_due()
         return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

@@ -361,6 +361,7 @@ class Posting(Staging):
         elif result.write == write.last:
             self._trace_end(write, result.status)
             self._writes.pop(write.post.write, None)
+            self.knock(write.pair)
             self.machine.write_done(write.post.write, now)
         elif write.posted:
             self._end_if_idle(write, now)

@@ -51,7 +51,7 @@ class Producing(Gathering):
     def urgency(self) -> int:
         """WRITEs in flight need polling, and so do fences; the next slice waits for nothing."""
         if self.slicing:
-            return 3
+            return 4
         return max(2 if self._writes or self._fenced else 0, super().urgency())
 
     def look(self, now: float) -> bool:

@@ -15,7 +15,7 @@ class Scattering(Verifying):
 
     def urgency(self) -> int:
         """As for any side; where a WRITE is to come into a slot, it is looked for at once: the next waits for it."""
-        return max(super().urgency(), 2 if self.machine.lands else 0)
+        return max(super().urgency(), 3 if self.machine.lands else 0)
 
     def scatter(self, command: Scatter) -> None:
         """Have a landing slot scattered; the machine is told when that has ended."""

@@ -164,9 +164,9 @@ class Side(Peering):
     def urgency(self) -> int:
         """Something open is awaited at least; copies need polling, and those to be queued wait for nothing."""
         if self._copies:
-            return 3
+            return 4
         if self.copier.busy:
-            return 2
+            return 3
         return 1 if self._base_machine.open_transfers else 0
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Verifying(Side):
 
     def urgency(self) -> int:
         """A look waits for nothing."""
-        return 3 if self._looks else super().urgency()
+        return 4 if self._looks else super().urgency()
 
     def look(self, now: float) -> bool:
         """As for any side, after a while of verifying."""

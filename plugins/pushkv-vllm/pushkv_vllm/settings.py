@@ -43,9 +43,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``layout`` is what is asked of the engine: ``block`` for blocks outermost wherever it can, ``engine`` for what it
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
     digest of the model's configuration. ``idle_wait`` is for how many seconds the scheduler may sleep in a step
-    without tokens; 0 never. ``switch_interval`` is after how many seconds Python takes the interpreter from a worker's
-    thread that another waits for (:func:`sys.setswitchinterval`, which by itself is 0.005): the transfer thread waits
-    so long, at worst, whenever a call into the data mover returns; 0 leaves it as it is. ``nixl`` and ``limits`` are :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
+    without tokens; 0 never. ``switch_interval`` is after how many seconds Python takes the interpreter from a thread
+    of a worker's that another waits for (:func:`sys.setswitchinterval`; 0.005 by itself): at worst the transfer thread
+    waits so long whenever a call into the data mover returns; 0 leaves it as it is. ``nixl`` and ``limits`` are
+    :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
     """
 
     host: str = "127.0.0.1"

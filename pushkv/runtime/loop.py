@@ -48,8 +48,8 @@ class Work(ABC):
 
     @abstractmethod
     def urgency(self) -> int:
-        """0: nothing is open; 1: a peer is awaited, which knocks; 2: a WRITE or the engine is; 3: a copy runs; 4: there
-        is work to do."""
+        """0: nothing is open; 1: a peer is awaited, which knocks; 2: a WRITE or the engine is; 3: a copy; 4: there is
+        work to do."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,6 +13,9 @@ from pushkv.errors import ConfigError
 
 Layout = Literal["block", "engine", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Landing = Literal["device", "auto", "direct", "landing"]
+GPU_DUE_POLL = 0.005
+"""Seconds between a transfer thread's looks while a peer is awaited, which knocks: a decode step of milliseconds is
+Python for most of its time there, and each look takes the interpreter from it."""
 GPU_SLOT = 256 << 20
 """Bytes of a slot on a GPU: what is done for a part takes longer than copying a small one."""
 
@@ -44,9 +47,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     takes by itself, or one of its own names. ``model`` names what both engines must have in common, by default a
     digest of the model's configuration. ``idle_wait`` is for how many seconds the scheduler may sleep in a step
     without tokens; 0 never. ``switch_interval`` is after how many seconds Python takes the interpreter from a thread
-    of a worker's that another waits for (:func:`sys.setswitchinterval`; 0.005 by itself): at worst the transfer thread
-    waits so long whenever a call into the data mover returns; 0 leaves it as it is. ``nixl`` and ``limits`` are
-    :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
+    of a worker's that another waits for (:func:`sys.setswitchinterval`; 0.005 by itself): at worst the transfer
+    thread waits so long whenever a call into the data mover returns; 0 leaves it as it is. ``nixl`` and ``limits``
+    are :class:`pushkv.NixlConfig`'s and :class:`pushkv.Limits`'.
     """
 
     host: str = "127.0.0.1"
@@ -105,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stream=self.stream,
             layers=self.layers(device),
             **self._landing(device),
+            **({"due_poll": GPU_DUE_POLL} if device == "cuda" else {}),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,
         )

@@ -108,7 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stream=self.stream,
             layers=self.layers(device),
             **self._landing(device),
-            **({"due_poll": GPU_DUE_POLL} if device == "cuda" else {}),
+            **_looks(device),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,
         )
@@ -123,6 +123,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         slot = self.slot_bytes or (GPU_SLOT if gpu else 0)
         sizes = {"landing_bytes": self.landing_bytes or (4 * slot if slot else 0), "slot_bytes": slot}
         return {"landing": way, **{name: size for name, size in sizes.items() if size}}
+
+
+def _looks(device: str) -> dict[str, Any]:
+    return {"due_poll": GPU_DUE_POLL} if device == "cuda" else {}
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> Settings:

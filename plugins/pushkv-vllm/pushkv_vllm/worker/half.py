@@ -97,14 +97,11 @@ class WorkerHalf:
                     settings.layout, cache)  # fmt: skip
         if config.is_kv_producer:
             first = settings.port + int(getattr(parallel, "data_parallel_index", 0) or 0)
-            producer = Producer(
-                settings.endpoint(engine, ranks.rank, first if ranks.rank == 0 else 0, cache.device),
-                cache.cache,
-                transport=self._transport,
-            )
+            own = settings.endpoint(engine, ranks.rank, first if ranks.rank == 0 else 0, cache.device)
+            producer = Producer(own, cache.cache, transport=self._transport)
             producer.introduce(ranks.gather(producer.address))
             least = {"layer": 0, "auto": STEP_OF_LAYERS}.get(settings.stream, 0)
-            layers = Layers(cache.cache.geometry, least) if settings.layers(cache.device) else None
+            layers = Layers(cache.cache.geometry, least, own.slot_bytes) if own.layers else None
             self._prefill = PrefillWorker(producer, cache, settings.hold, layers)
             self._endpoints.append(producer)
             logger.info("PushKV: prefill rank %d is reached at %s", ranks.rank, producer.address)

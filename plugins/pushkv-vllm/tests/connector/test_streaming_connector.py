@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import PROMPT, Balance, continued, has_open, legs, pair, serve_eight
 from fake_engine import FakeEngine, Scene, until
 
+from pushkv import KVCache
 from pushkv.errors import ConfigError
 from pushkv_vllm import PushKVConnector
 from pushkv_vllm.settings import read_settings
@@ -137,6 +139,22 @@ def test_layers_of_small_steps_are_not_told(scene: Scene) -> None:
     assert layers.queued("layers.0") is None
     layers.begin(10)
     assert layers.queued("layers.0") == (1,) * len(geometry.groups)
+
+
+def test_as_many_layers_are_told_at_once_as_fit_a_slot() -> None:
+    tensor = np.zeros((36, 2, 8, 4, 2, 8), np.float16)
+    geometry = KVCache.of(tensor, "LSBNHC", heads=2, model="m").geometry
+    layer = sum(group.token_bytes for group in geometry.groups) // 36
+
+    def told(tokens: int, slot: int) -> int:
+        layers = Layers(geometry, 0, slot)
+        layers.begin(tokens)
+        return sum(layers.queued(name.name) is not None for name in geometry.groups[0].layers)
+
+    assert told(100, 0) == told(100, 500 * layer) == told(100, 10_000 * layer) == 7, "every five of 36"
+    assert told(100, 499 * layer) == told(100, 400 * layer) == 8, "every four"
+    assert told(100, 100 * layer) == 35
+    assert told(100, 99 * layer) == 7, "what fits no slot is cut by tokens, too"
 
 
 def test_auto_tells_of_layers_on_gpus_alone() -> None:

@@ -54,7 +54,8 @@ class Ending(OfOneProcess):
         with self._lock:
             if self.outcome is not None:
                 return False
-            self._released.clear()
+            if self._released.is_set():
+                self._released.clear()
         return True
 
     def release(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import wraps
+from os import getpid
 from types import FunctionType, TracebackType
 from typing import Any, TypeVar
 
@@ -18,9 +18,9 @@ C = TypeVar("C", bound="ClosedOnLeaving")
 def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def in_its_process(self: OfOneProcess, *args: Any, **kwargs: Any) -> Any:
-        if self._forked:
+        if getpid() != self._process:  # as _forked says, which would be a call more for each of an engine's
             raise ForkedProcess(
-                f"{type(self).__name__}.{call.__name__} is called in process {os.getpid()}, and process "
+                f"{type(self).__name__}.{call.__name__} is called in process {getpid()}, and process "
                 f"{self._process} made it: a forked child has none of its threads; make another here, or spawn"
             )
         return call(self, *args, **kwargs)
@@ -39,7 +39,7 @@ class OfOneProcess:
 
     def __new__(cls: type[T], *_: Any, **__: Any) -> T:
         made = super().__new__(cls)
-        made._process = os.getpid()
+        made._process = getpid()
         return made
 
     def __init_subclass__(cls) -> None:
@@ -55,7 +55,7 @@ class OfOneProcess:
     @property
     def _forked(self) -> bool:
         """Whether this is another process than the one that made it."""
-        return os.getpid() != self._process
+        return getpid() != self._process
 
 
 class ClosedOnLeaving(OfOneProcess):

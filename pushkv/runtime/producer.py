@@ -96,8 +96,8 @@ class Producer(Endpoint[Producing]):
         Raises GeometryError for block ids out of range, ProtocolError for an id, digest, deadline or number that
         cannot be, and EndpointClosed; numbers that contradict each other or an earlier call end the stage.
         """
-        self._check_open()
-        if transfer not in self._stages:
+        ending = self._stages.get(transfer)
+        if ending is None:
             self._check_new()
         check_request(transfer, prompt, deadline)
         prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
@@ -106,9 +106,10 @@ class Producer(Endpoint[Producing]):
             ready -= ready % self._grain
         counts = None if layers is None else layer_counts(self.cache, layers, transfer)
         siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
-        ending = self._stages.get(transfer) or self._untold_end(transfer)
+        ending = ending or self._untold_end(transfer)
         packed = pack_blocks(self.cache, blocks) if blocks is not None else self._blocks_before(transfer, ending)
-        behind = fence or self.cache.backend.fence(self.cache.arrays[0] if self.cache.arrays else None)
+        arrays = self.cache.arrays
+        behind = fence or self.cache.backend.fence(arrays[0] if arrays else None)
         if ending is None:
             ending = self._stages[transfer] = Ending()
         if not ending.hold():
@@ -137,6 +138,8 @@ class Producer(Endpoint[Producing]):
 
     def events(self) -> list[Command]:
         """Take what has happened; an id whose stage is over can be staged anew after that."""
+        if not self._events:  # so it is in most steps of an engine
+            return []
         taken = super().events()
         for event in taken:
             if isinstance(event, (StageEnded, StageReleased)):

@@ -23,9 +23,9 @@ QUICK = 50e-6
 SOON = 200e-6
 """Seconds, at most, between looks while a WRITE or the engine's own work is waited for. Each look takes the
 interpreter from the engine's thread, and what is waited for takes milliseconds."""
-CALM = 8
+CALM = 4
 """A pause is this part of how long it has been quiet."""
-AWAKE = 0.004
+AWAKE = 0.002
 """For as many seconds after something happened a thread pauses for less than AWAKE / CALM."""
 BATCH = 256
 """How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""

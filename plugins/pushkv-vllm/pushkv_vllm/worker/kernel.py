@@ -14,8 +14,10 @@ from pushkv.errors import GeometryError
 def check_cpu_kernel(vllm_config: Any, spec: Any) -> None:
     """Refuse a kernel that does not keep a block's keys as (content, token) and its values as (token, content).
 
-    Raises GeometryError naming it. ``spec`` is one of the engine's cache specs.
+    Raises GeometryError naming it. ``spec`` is one of the engine's cache specs. Latent rows (MLA) lie token by token.
     """
+    if any(base.__name__ == "MLAAttentionSpec" for base in type(spec).__mro__):
+        return
     import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn

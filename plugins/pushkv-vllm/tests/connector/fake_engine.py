@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
@@ -57,10 +58,16 @@ def until(condition: Callable[[], object], *engines: FakeEngine) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is built. ``window`` makes every second layer a sliding-window one, in a group of its own."""
+    """How an engine is built: ``ranks`` workers in each of ``stages``, which share the layers out.
+
+    ``window`` makes every second layer a sliding-window one, in a group of its own. With ``latent`` a token of a
+    layer is one row, the same at all ranks (MLA).
+    """
 
     role: str = "kv_producer"
     ranks: int = 1
+    stages: int = 1
+    latent: bool = False
     blocks: int = 256
     block_size: int = 4
     window: int = 0
@@ -96,15 +103,15 @@ def config_of(shape: Shape, model: Path) -> VllmConfig:
     config.cache_config.block_size = shape.block_size
     config.cache_config.num_gpu_blocks = shape.blocks
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.pipeline_parallel_size = shape.stages
     return config
 
 
 def cache_config_of(shape: Shape) -> KVCacheConfig:
     """Layers' names and groups."""
     heads = HEADS // shape.ranks
-    full = FullAttentionSpec(
-        block_size=shape.block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32
-    )
+    kind, heads = (MLAAttentionSpec, 1) if shape.latent else (FullAttentionSpec, heads)
+    full = kind(block_size=shape.block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{number}" for number in range(LAYERS)]
     groups = [KVCacheGroupSpec(names, full)]
     if shape.window:
@@ -131,19 +138,25 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class FakeWorker:
-    """One rank: its share of the heads, and the connector."""
+    """One rank: its share of the layers and heads, and the connector."""
 
-    def __init__(self, engine: FakeEngine, rank: int) -> None:
+    def __init__(self, engine: FakeEngine, rank: int, stage: int) -> None:
         self.engine, self.rank = engine, rank
-        heads = HEADS // engine.shape.ranks
-        shape = (engine.shape.blocks, heads, engine.shape.block_size, 2 * HEAD_SIZE)
-        self.caches = {f"layers.{number}": torch.zeros(shape) for number in range(LAYERS)}
+        self.ranks = Ranks(rank, engine.shape.ranks, stage, engine.shape.stages)
+        self.latent = engine.shape.latent
+        self.heads = 1 if self.latent else HEADS // engine.shape.ranks
+        blocks, size = engine.shape.blocks, engine.shape.block_size
+        shape = (blocks, size, HEAD_SIZE) if self.latent else (blocks, self.heads, size, 2 * HEAD_SIZE)
+        layers = np.array_split(np.arange(LAYERS), engine.shape.stages)[stage]
+        self.caches = {f"layers.{number}": torch.zeros(shape) for number in layers}
         self.connector = PushKVConnector(engine.config, KVConnectorRole.WORKER, engine.cache_config)
 
-    def halves(self, layer: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def halves(self, layer: str) -> tuple[np.ndarray[Any, Any], ...]:
         """A layer's keys and values as (block, head, token, element): of a block and head the keys come first, by
-        columns."""
-        heads, size = HEADS // self.engine.shape.ranks, self.engine.shape.block_size
+        columns. Of latent rows there is one half."""
+        if self.latent:
+            return (self.caches[layer].numpy()[:, None],)
+        heads, size = self.heads, self.engine.shape.block_size
         both = self.caches[layer].numpy().reshape(-1, heads, 2, size * HEAD_SIZE)
         keys = both[:, :, 0].reshape(-1, heads, HEAD_SIZE, size).transpose(0, 1, 3, 2)
         return keys, both[:, :, 1].reshape(-1, heads, size, HEAD_SIZE)
@@ -151,7 +164,7 @@ class FakeWorker:
     def tokens(self, layer: str, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
         """The tokens of these blocks as (token, side, head, element)."""
         rows = np.stack([one[list(blocks)] for one in self.halves(layer)])
-        return rows.transpose(1, 3, 0, 2, 4).reshape(-1, 2, rows.shape[2], HEAD_SIZE)
+        return rows.transpose(1, 3, 0, 2, 4).reshape(-1, rows.shape[0], rows.shape[2], HEAD_SIZE)
 
     def write(self, layer: str, block: int, offset: int, row: np.ndarray[Any, Any]) -> None:
         """Write one token, (side, head, element)."""
@@ -160,10 +173,10 @@ class FakeWorker:
 
     def expected(self, layer: str, values: Sequence[float]) -> np.ndarray[Any, Any]:
         """What tokens with these values are to be."""
-        heads = HEADS // self.engine.shape.ranks
+        first = 0 if self.latent else self.rank * self.heads
         base = np.asarray(values, np.float32)[:, None, None, None] + np.float32(10_000 * int(layer.split(".")[1]))
-        side = np.arange(2, dtype=np.float32)[:, None, None] * 100_000
-        head = (np.arange(heads, dtype=np.float32) + self.rank * heads)[:, None] * 1_000_000
+        side = np.arange(1 if self.latent else 2, dtype=np.float32)[:, None, None] * 100_000
+        head = (np.arange(self.heads, dtype=np.float32) + first)[:, None] * 1_000_000
         made: np.ndarray[Any, Any] = base + side + head + np.arange(HEAD_SIZE, dtype=np.float32) * np.float32(0.25)
         return made
 
@@ -189,7 +202,7 @@ class FakeEngine:
         self.workers: list[FakeWorker] = []
         addresses: list[str] = []
         self.workers = self._start(monkeypatch, addresses)
-        self.aggregator = KVOutputAggregator(shape.ranks)
+        self.aggregator = KVOutputAggregator(shape.ranks * shape.stages)
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[list[int]]] = {}
         self.finished: dict[str, RequestStatus] = {}
@@ -199,11 +212,11 @@ class FakeEngine:
         self.loaded: dict[str, int] = {}
 
     def _start(self, monkeypatch: Any, addresses: list[str]) -> list[FakeWorker]:
-        workers = [FakeWorker(self, rank) for rank in range(self.shape.ranks)]
+        places = product(range(self.shape.stages), range(self.shape.ranks))
+        workers = [FakeWorker(self, rank, stage) for stage, rank in places]
         geometries = [self._geometry(worker) for worker in workers]
         for worker in workers:
-            ranks = Ranks(worker.rank, self.shape.ranks)
-            monkeypatch.setattr(Ranks, "here", classmethod(lambda cls, ranks=ranks: ranks))
+            monkeypatch.setattr(Ranks, "here", classmethod(lambda cls, ranks=worker.ranks: ranks))
             monkeypatch.setattr(Ranks, "gather", lambda _, mine: [mine] if isinstance(mine, str) else geometries)
             worker.connector.register_kv_caches(worker.caches)
         self.producers = [one for worker in workers for one in self._endpoints(worker) if one.role == "prefill"]
@@ -214,8 +227,7 @@ class FakeEngine:
     def _geometry(self, worker: FakeWorker) -> Any:
         from pushkv_vllm.worker.geometry import describe
 
-        ranks = Ranks(worker.rank, self.shape.ranks)
-        return describe(worker.caches, self.cache_config, ranks, HEADS).cache.geometry
+        return describe(worker.caches, self.cache_config, worker.ranks, HEADS).cache.geometry
 
     @staticmethod
     def _endpoints(worker: FakeWorker) -> list[Any]:
@@ -345,7 +357,8 @@ class FakeEngine:
         ranges = self.ranges(output)
         groups = enumerate(self.cache_config.kv_cache_groups)
         layers = sorted(
-            ((layer, group, spec) for group, spec in groups for layer in spec.layer_names), key=lambda one: one[0]
+            ((layer, group, spec) for group, spec in groups for layer in spec.layer_names if layer in worker.caches),
+            key=lambda one: one[0],
         )
         for layer, group, spec in layers:
             window = getattr(spec.kv_cache_spec, "sliding_window", None)

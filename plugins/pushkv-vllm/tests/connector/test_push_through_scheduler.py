@@ -75,6 +75,13 @@ class TestPushed:
             ({"window": 5, "batched": 16, "ranks": 2}, {"window": 5}),
             ({"window": 6, "batched": 16}, {"window": 6, "block_size": 8}),
             ({"caching": False}, {"caching": False}),
+            ({"latent": True}, {"latent": True}),
+            ({"latent": True, "ranks": 2}, {"latent": True}),
+            ({"latent": True}, {"latent": True, "ranks": 2, "block_size": 8}),
+            ({"stages": 2}, {}),
+            ({}, {"stages": 2}),
+            ({"stages": 3, "batched": 16}, {"stages": 2, "ranks": 2}),
+            ({"stages": 2, "latent": True}, {"latent": True, "ranks": 2}),
         ],
         ids=str,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,13 @@ class Side:
         caching = "--enable-prefix-caching" if self.caching else "--no-enable-prefix-caching"
         return ["--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp),
                 "--data-parallel-size", str(self.dp), "--block-size", str(self.block), "--num-gpu-blocks-override",
-                str(self.blocks), "--max-num-batched-tokens", str(self.chunk), caching]  # fmt: skip
+                str(self.blocks), "--max-num-batched-tokens", str(self.chunk), caching, *self._stages()]  # fmt: skip
+
+    def _stages(self) -> list[str]:
+        """On CPU only a warm-up makes what a later stage receives into, and vLLM 0.32 warms up nothing eager."""
+        if self.pp == 1:
+            return []
+        return ["--no-enforce-eager", "--compilation-config", json.dumps({"mode": 2, "backend": "eager"})]
 
 
 class Cluster:

@@ -1,4 +1,4 @@
-"""Caches that differ: prefixes that decode has already, chunks, block sizes, windows, tensor parallel sizes."""
+"""Caches that differ: prefixes that decode has already, chunks, block sizes, windows, how many workers share them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ LONG = {
     "blocks-of-32-to-64": Case(FULL, Side(), Side(block=64, blocks=512), (SHORT,), FULL_PROMPTS),
     "blocks-of-64-to-32": Case(FULL, Side(block=64, blocks=512), Side(), (SHORT,), FULL_PROMPTS),
     "tp-2-to-2": Case(FULL, Side(tp=2), Side(tp=2), (SHORT,), FULL_PROMPTS),
+    "pp-2-to-1": Case(FULL, Side(pp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
+    "pp-1-to-2": Case(FULL, Side(), Side(pp=2), (SHORT[:40],), FULL_PROMPTS),
+    "dp-2-to-1": Case(FULL, Side(dp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
 }
 PARAMETERS = [pytest.param(case, id=name) for name, case in CASES.items()]
 PARAMETERS += [pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()]

@@ -134,7 +134,7 @@ def _check_costs(costs: Costs) -> None:
     _check_types(costs, "landing_costs.")
     for field in msgspec.structs.fields(costs):
         value = getattr(costs, field.name)
-        if not (value > 0 or (value == 0 and field.name != "wire")):
+        if value is not None and not (value > 0 or (value == 0 and field.name != "wire")):
             raise ConfigError(f"landing_costs.{field.name} is {value}; give a number above 0.")
 
 

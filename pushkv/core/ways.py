@@ -19,25 +19,97 @@ from pushkv.core.parts import span_bytes
 from pushkv.core.template import GroupPair, PairTemplate, Range, whole_blocks_match
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Prices(NamedTuple):
     """What moving bytes costs between two endpoints.
 
     ``descriptor`` and ``part`` in seconds each (a part: asking for its slot, and the calls), ``wire`` and ``copy`` in
-    bytes a second (``copy``: the slower of gather and scatter; 0 to have it measured).
+    bytes a second (``copy``: the slower of gather and scatter).
     """
 
     descriptor: float = 6e-6
     part: float = 0.5e-3
     wire: float = 3e9
+    copy: float = 3e9
+
+
+ASSUMED = Prices()
+"""What is reckoned with until it is measured."""
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of :class:`Prices`. None for ``descriptor`` and ``wire``, and 0 for ``copy``, has it measured."""
+
+    descriptor: float | None = None
+    part: float = 0.5e-3
+    wire: float | None = None
     copy: float = 0.0
 
+    def prices(self, measured: Sequence[Prices] = ()) -> Prices:
+        """With what is not set as ``measured``, the dearest of several."""
+        descriptor = max((one.descriptor for one in measured), default=ASSUMED.descriptor)
+        wire = min((one.wire for one in measured), default=ASSUMED.wire)
+        return Prices(
+            descriptor if self.descriptor is None else self.descriptor,
+            self.part,
+            wire if self.wire is None else self.wire,
+            self.copy or ASSUMED.copy,
+        )
 
-def direct_seconds(costs: Costs, pieces: int, size: int) -> float:
+
+class Meter:
+    """Measures a descriptor and the wire between two endpoints by the WRITEs that cross it, one at a time.
+
+    Of a few large pieces nearly all is the wire, of many small ones what the wire does not account for is theirs.
+    """
+
+    LARGE, SIZE, MANY = 256 << 10, 1 << 20, 64
+    """Bytes of a large piece, bytes that tell of the wire, pieces that tell of descriptors."""
+    FRESH = 0.3
+    """The share that the newest counts, but for the first."""
+    CHANGE = 1.25
+
+    def __init__(self) -> None:
+        self.descriptor: float | None = None
+        self.wire: float | None = None
+        self._told = ASSUMED
+
+    def learn(self, pieces: int, size: int, seconds: float) -> None:
+        """A WRITE that had the way to itself took so long."""
+        if seconds <= 0 or pieces <= 0:
+            return
+        if size >= self.SIZE and size >= pieces * self.LARGE:
+            self.wire = self._mixed(self.wire, size / seconds)
+        elif pieces >= self.MANY and size < pieces * self.LARGE:
+            rest = max(0.0, seconds - size / self.prices.wire)
+            self.descriptor = self._mixed(self.descriptor, max(rest / pieces, 1e-9))
+
+    def _mixed(self, known: float | None, fresh: float) -> float:
+        return fresh if known is None else known + self.FRESH * (fresh - known)
+
+    @property
+    def prices(self) -> Prices:
+        """As measured by now."""
+        return ASSUMED._replace(
+            descriptor=ASSUMED.descriptor if self.descriptor is None else self.descriptor,
+            wire=ASSUMED.wire if self.wire is None else self.wire,
+        )
+
+    def news(self) -> Prices | None:
+        """The prices, where they differ from those last told by enough to tell of."""
+        now, told = self.prices, self._told
+        ratios = (now.descriptor / told.descriptor, now.wire / told.wire)
+        if all(1 / self.CHANGE < ratio < self.CHANGE for ratio in ratios):
+            return None
+        self._told = now
+        return now
+
+
+def direct_seconds(costs: Prices, pieces: int, size: int) -> float:
     """How long ``size`` bytes in so many pieces take into the blocks themselves."""
     return pieces * costs.descriptor + size / costs.wire
 
 
-def landing_seconds(costs: Costs, size: int, slot: int) -> float:
+def landing_seconds(costs: Prices, size: int, slot: int) -> float:
     """How long ``size`` bytes take through slots of ``slot`` bytes: gather, wire and scatter overlap."""
     parts = max(1, -(-size // slot))
     part = size / parts
@@ -57,7 +129,7 @@ LAYERED = 1 / 8
 """What is reckoned to be left where layers leave as they are written."""
 
 
-def lands(costs: Costs, pieces: int, size: int, slot: int, left: Left = ALL) -> bool:
+def lands(costs: Prices, pieces: int, size: int, slot: int, left: Left = ALL) -> bool:
     """Whether landing is the way on which less time passes once the prompt is computed."""
     landing = landing_seconds(costs, ceil(size * left.landing), slot)
     return size > 0 and landing < direct_seconds(costs, ceil(pieces * left.direct), ceil(size * left.direct))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,7 @@ from pushkv.core.memory import Region
 from pushkv.core.messages import Blocks, Ring
 from pushkv.core.parts import PartPlans
 from pushkv.core.template import PairTemplate
+from pushkv.core.ways import ASSUMED, Meter, Prices
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
 from pushkv.transport.host import ProcessWatch
@@ -47,6 +48,10 @@ class Pair:
     """The way to the peer is gone, so that only a new handshake brings it back."""
     former: tuple[bytes, ...] = ()
     coming: bytes = b""
+    meter: Meter = field(default_factory=Meter)
+    """A producer's: what its WRITEs to this peer cost."""
+    measured: Prices = ASSUMED
+    """A consumer's: what this peer has measured."""
     fellows: tuple[str, ...] = ()
     """The addresses of all ranks of the other side's engine, where it has told them."""
     _readers: tuple[PairTemplate, int] | None = None

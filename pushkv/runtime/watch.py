@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pushkv.core.ways import ASSUMED
 from pushkv.runtime import wire
 from pushkv.runtime.control import ControlThread, Route
 from pushkv.runtime.life import Life
@@ -15,7 +16,8 @@ from pushkv.runtime.peering import CLOSED
 from pushkv.runtime.side import Side
 
 S = TypeVar("S", bound=Side)
-OfPairs = wire.Relay | wire.Alive | wire.Knock | wire.Bye | wire.Moved
+OfPair = wire.Alive | wire.Knock | wire.Bye | wire.Moved | wire.Measured
+OfPairs = wire.Relay | OfPair
 """Control messages between two sides that know each other."""
 SIGN_OF_LIFE = 1.0
 """Seconds between signs of life over a control connection."""
@@ -61,9 +63,7 @@ class Watch(Generic[S]):
                 return
         self._stats["foreign frames"] += 1
 
-    def _of_pair(
-        self, life: Life[S], pair: Pair, route: Route, message: wire.Alive | wire.Knock | wire.Bye | wire.Moved
-    ) -> None:
+    def _of_pair(self, life: Life[S], pair: Pair, route: Route, message: OfPair) -> None:
         token = message.token
         if isinstance(message, wire.Alive):
             pair.heard = time.monotonic()
@@ -71,6 +71,8 @@ class Watch(Generic[S]):
                 life.submit(lambda side: side.alive(token, route))
         elif isinstance(message, wire.Knock):
             life.submit(lambda side: None)
+        elif isinstance(message, wire.Measured):
+            pair.measured = ASSUMED._replace(descriptor=message.descriptor, wire=message.wire)
         elif isinstance(message, wire.Bye):
             life.submit(lambda side: side.peer_gone(token, CLOSED))
         else:

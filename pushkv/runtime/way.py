@@ -49,7 +49,13 @@ class Way:
             return True
         weights = [weigh(pair.template, tables(into), tokens) for pair in pairs]
         pieces, size = sum(weight.pieces for weight in weights), sum(weight.bytes for weight in weights)
-        cheaper = lands(self._costs, pieces, size, min(pair.room for pair in pairs), _left(pairs))
+        cheaper = lands(
+            self._costs.prices([pair.measured for pair in pairs]),
+            pieces,
+            size,
+            min(pair.room for pair in pairs),
+            _left(pairs),
+        )
         return cheaper and not self._wanting(pairs)
 
     def stuck(self) -> Counter[str]:

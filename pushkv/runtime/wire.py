@@ -110,6 +110,14 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     token: _Token
 
 
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Producer to consumer: what a descriptor costs between us, in seconds, and the wire, in bytes a second."""
+
+    token: _Token
+    descriptor: Annotated[float, Meta(gt=0, lt=1e3)]
+    wire: Annotated[float, Meta(gt=0, lt=1e15)]
+
+
 class Fence(msgspec.Struct, frozen=True, tag="fence"):
     """An operator to an endpoint: rebuild your agent for the proof that gives."""
 
@@ -123,7 +131,9 @@ class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
     detail: Text
 
 
-Control: TypeAlias = Introduction | Welcome | Refusal | Relay | Alive | Knock | Bye | Moved | Fence | Fenced
+Control: TypeAlias = (
+    Introduction | Welcome | Refusal | Relay | Alive | Knock | Bye | Moved | Measured | Fence | Fenced
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

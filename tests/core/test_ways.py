@@ -10,23 +10,23 @@ import pytest
 from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Layer, Place, Strides
 from pushkv.core.plan import plan_copy
 from pushkv.core.template import PairTemplate
-from pushkv.core.ways import Costs, Left, direct_seconds, landing_seconds, lands, weigh
+from pushkv.core.ways import ASSUMED, Costs, Left, Meter, Prices, direct_seconds, landing_seconds, lands, weigh
 
-NVLINK = Costs(descriptor=6e-6, wire=250e9, copy=1.2e12, part=0.1e-3)
-TCP = Costs(descriptor=20e-6, wire=1e9, copy=3e9)
-CMA = Costs(descriptor=5e-6, wire=4e9, copy=4e9)
+NVLINK = Prices(descriptor=6e-6, wire=250e9, copy=1.2e12, part=0.1e-3)
+TCP = Prices(descriptor=20e-6, wire=1e9, copy=3e9)
+CMA = Prices(descriptor=5e-6, wire=4e9, copy=4e9)
 GIB, SLOT = 1 << 30, 16 << 20
 LAYERS, BLOCKS, HEADS, CONTENT = 3, 32, 2, 8
 
 
 class TestModel:
     @pytest.mark.parametrize("costs", [NVLINK, TCP, CMA])
-    def test_a_few_large_pieces_go_directly(self, costs: Costs) -> None:
+    def test_a_few_large_pieces_go_directly(self, costs: Prices) -> None:
         assert not lands(costs, 1, GIB, SLOT)
         assert not lands(costs, GIB // (16 << 20), GIB, SLOT)
 
     @pytest.mark.parametrize("costs", [NVLINK, TCP, CMA])
-    def test_many_small_pieces_land(self, costs: Costs) -> None:
+    def test_many_small_pieces_land(self, costs: Prices) -> None:
         assert lands(costs, GIB // 2048, GIB, SLOT)
 
     def test_what_was_measured_on_nvlink(self) -> None:
@@ -47,6 +47,55 @@ class TestModel:
     def test_more_pieces_never_make_direct_better(self) -> None:
         ways = [lands(CMA, pieces, 64 << 20, SLOT) for pieces in (1, 10, 100, 1000, 10_000, 100_000)]
         assert ways == sorted(ways)
+
+
+class TestMeter:
+    def test_nothing_is_known_but_what_is_assumed(self) -> None:
+        meter = Meter()
+        assert meter.prices == ASSUMED
+        assert meter.news() is None
+
+    def test_a_large_piece_tells_of_the_wire_and_many_small_ones_of_descriptors(self) -> None:
+        meter = Meter()
+        meter.learn(4, 64 << 20, 0.064)
+        assert meter.prices.wire == pytest.approx((64 << 20) / 0.064)
+        size = 1000 * 2048
+        meter.learn(1000, size, size / meter.prices.wire + 1000 * 20e-6)
+        assert meter.prices.descriptor == pytest.approx(20e-6)
+        assert meter.news() == meter.prices
+        assert meter.news() is None, "it is told"
+
+    def test_later_ones_count_for_less_and_small_changes_are_not_told(self) -> None:
+        meter = Meter()
+        meter.learn(1, 10 << 20, (10 << 20) / 1e9)
+        assert meter.news() is not None
+        meter.learn(1, 10 << 20, (10 << 20) / 1.5e9)
+        assert 1e9 < meter.prices.wire < 1.2e9
+        assert meter.news() is None
+        for _ in range(20):
+            meter.learn(1, 10 << 20, (10 << 20) / 1.5e9)
+        told = meter.news()
+        assert told is not None
+        assert told.wire == pytest.approx(1.5e9, rel=0.01)
+
+    @pytest.mark.parametrize(
+        ("pieces", "size", "seconds"), [(1, 4096, 0.1), (63, 63 * 512, 0.1), (0, 0, 1.0), (1, 1 << 30, 0.0)]
+    )
+    def test_what_tells_of_nothing(self, pieces: int, size: int, seconds: float) -> None:
+        meter = Meter()
+        meter.learn(pieces, size, seconds)
+        assert meter.prices == ASSUMED
+
+    def test_descriptors_never_cost_less_than_nothing(self) -> None:
+        meter = Meter()
+        meter.learn(1000, 1000 * 2048, 1e-6)
+        assert 0 < meter.prices.descriptor < 1e-6
+
+    def test_settings_go_before_what_is_measured_and_the_dearest_of_several_counts(self) -> None:
+        some = [Prices(descriptor=1e-6, wire=1e9), Prices(descriptor=9e-6, wire=5e9)]
+        assert Costs().prices(some) == Prices(9e-6, Costs().part, 1e9, ASSUMED.copy)
+        assert Costs(descriptor=0.0, wire=7e9, copy=2e9).prices(some) == Prices(0.0, Costs().part, 7e9, 2e9)
+        assert Costs().prices() == ASSUMED._replace(part=Costs().part)
 
 
 def geometry(size: int, order: str = "HN", block_outer: bool = False) -> Geometry:

@@ -19,8 +19,9 @@ from pushkv.backends.rows import Runs
 from pushkv.cache import KVCache
 from pushkv.core.layouts import Shard, shard
 from pushkv.core.states import Slot
-from pushkv.core.ways import Costs
-from pushkv.errors import BackendError, ConfigError, HandshakeError
+from pushkv.core.ways import ASSUMED, Costs
+from pushkv.errors import BackendError, ConfigError, HandshakeError, ProtocolError
+from pushkv.runtime import wire
 from pushkv.runtime.consuming import Consuming
 from pushkv.transport.memory import Faults, Network
 from runtime.scene import QUICK, TOKENS, WAIT, Pushed, Scene, array_of, blocks_for, cache_of, fill, memory_of, until
@@ -178,6 +179,31 @@ class TestAgreement:
             assert pushed.arrived()
         assert "scatters" not in direct.stats()
         assert lands.stats()["scatters"] > 0
+
+    def test_what_writes_have_cost_is_told_to_the_consumer(
+        self, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pushkv.core.ways.Meter.MANY", 8)
+        monkeypatch.setattr("pushkv.core.ways.Meter.CHANGE", 1.0)
+        settings = {**LANDING, "landing": "auto", "landing_costs": Costs(copy=1e9)}
+        producer, consumer = scene.producer(**settings), scene.consumer(**settings)
+        link = consumer.connect(producer.address)
+        (pair,) = consumer._side.agents.values()
+        (sent,) = producer._side.agents.values()
+        assert pair.measured == ASSUMED
+        for number in range(2):
+            pushed = Pushed(producer, consumer, f"r{number}", blocks_for(20), blocks_for(20, 9)[::-1], 20)
+            pushed.offer(link)
+            pushed.stage()
+            until(lambda: sent.meter.descriptor, "a WRITE of many pieces was timed")
+            until(lambda: pair.measured.descriptor == sent.meter._told.descriptor, "its price is told")
+        assert pair.measured != ASSUMED
+
+    @pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+    def test_prices_that_cannot_be_are_no_message(self, price: float) -> None:
+        for message in (wire.Measured(bytes(16), price, 1e9), wire.Measured(bytes(16), 1e-6, price)):
+            with pytest.raises(ProtocolError):
+                wire.unpack(wire.pack(message))
 
     @pytest.mark.parametrize("ours", [True, False])
     def test_one_that_lands_everything_refuses_one_without_slots(self, scene: Scene, ours: bool) -> None:

@@ -12,8 +12,8 @@ import pytest
 from pushkv import Consumer, Link, Outcome, Producer
 from pushkv.core.geometry import BlockTable
 from pushkv.core.plan import plan_copy
-from pushkv.runtime import posting
-from pushkv.runtime.posting import Budget, _chopped
+from pushkv.runtime import posting, slices
+from pushkv.runtime.slices import Budget, _chopped
 from pushkv.transport.memory import Network
 from runtime.scene import WAIT, Pushed, Scene, cache_of, fill, knows, memory_of, until
 
@@ -72,9 +72,9 @@ def test_the_last_slice_waits_for_the_others(timed: MakeScene) -> None:
     push = Pushed(producer, consumer, "r", list(range(0, 20, 2)), list(range(100, 120, 2)), 40)
     transfer = push.offer(link)
     push.stage()
-    until(lambda: len(sent) == posting.MOST_FLYING)
+    until(lambda: len(sent) == slices.MOST_FLYING)
     time.sleep(0.02)
-    assert len(sent) == posting.MOST_FLYING
+    assert len(sent) == slices.MOST_FLYING
     assert transfer.outcome is None
     scene.network.release()
     assert transfer.wait(WAIT) is Outcome.COMPLETE
@@ -88,7 +88,7 @@ def test_a_cancel_stops_the_slices_that_are_to_come(timed: MakeScene) -> None:
     scene.network.stall(producer.agent)
     push = Pushed(producer, consumer, "r", list(range(0, 40, 2)), list(range(100, 140, 2)), 80)
     transfer, stage = push.offer(link), push.stage()
-    until(lambda: len(sent) == posting.MOST_FLYING)
+    until(lambda: len(sent) == slices.MOST_FLYING)
     consumer.cancel(transfer)
     assert transfer.wait(WAIT) is Outcome.CANCELLED
     assert stage.wait(WAIT) is Outcome.CANCELLED
@@ -97,7 +97,7 @@ def test_a_cancel_stops_the_slices_that_are_to_come(timed: MakeScene) -> None:
     scene.network.release()
     assert transfer.wait_released(WAIT)
     assert stage.wait_released(WAIT)
-    assert len(sent) == posting.MOST_FLYING
+    assert len(sent) == slices.MOST_FLYING
     assert not producer._side._writes
     assert not producer._side._slices
 
@@ -109,7 +109,7 @@ def test_a_slice_that_fails_fails_the_transfer_once_and_holds_its_blocks(timed: 
     sent = handed_over(producer)
     push = Pushed(producer, consumer, "r", list(range(0, 40, 2)), list(range(100, 140, 2)), 80)
     transfer, stage = push.offer(link), push.stage()
-    until(lambda: len(sent) == posting.MOST_FLYING)
+    until(lambda: len(sent) == slices.MOST_FLYING)
     number = min(producer._side._slices)
     result = posting.WriteResult(number, posting.WriteStatus.FAILED, "it broke")
     producer._life.submit(lambda side: side._ended(result, time.monotonic()))
@@ -120,7 +120,7 @@ def test_a_slice_that_fails_fails_the_transfer_once_and_holds_its_blocks(timed: 
     assert not transfer.released
     scene.network.release()
     time.sleep(0.05)
-    assert len(sent) == posting.MOST_FLYING
+    assert len(sent) == slices.MOST_FLYING
     assert not stage.released
     scene.kill(consumer)
     assert stage.wait_released(WAIT), "the consumer's end is proof for the source"
@@ -178,7 +178,7 @@ def test_long_runs_are_chopped_into_the_same_bytes(monkeypatch: pytest.MonkeyPat
     cache = cache_of(memory_of(64))
     table = [BlockTable(0, np.arange(40, dtype=np.int32))]
     plan = plan_copy(cache.geometry, cache.geometry, table, table, (0, 160))
-    monkeypatch.setattr(posting, "RUN_MOST", 100)
+    monkeypatch.setattr(slices, "RUN_MOST", 100)
     source_region, source, target_region, target, length = _chopped(plan)
     assert int(length.max()) <= 100
     assert len({len(source_region), len(source), len(target_region), len(target), len(length)}) == 1

@@ -71,6 +71,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``layer`` does, but parts of less than 4 MiB wait for more. ``layers`` is whether the engine will call ``stage``
     with ``layers``, so that consumers with ``landing="auto"`` know how little is left when a prompt is computed.
 
+    ``free_tail`` is a consumer's: behind the tokens that it offers their last block is nobody's, so that producers
+    may copy it whole, in fewer pieces, with whatever their block holds there. Not where bytes are verified.
+
     ``quarantine_limit`` is the share of a consumer's blocks that may be quarantined before it offers no more.
 
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
@@ -97,6 +100,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     slot_bytes: int = 16 << 20
     landing_costs: Costs = Costs()
     stream: Literal["auto", "request", "chunk", "layer"] = "auto"
+    free_tail: bool = False
     layers: bool = False
     transport: Literal["nixl", "memory"] = "nixl"
     nixl: NixlConfig = NixlConfig()

@@ -93,6 +93,7 @@ class Side(Peering):
             verify=shared.config.verify,
             slots=slots,
             layers=shared.config.layers,
+            free_tail=shared.config.free_tail,
         )
 
     @abstractmethod

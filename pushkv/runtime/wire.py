@@ -52,6 +52,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     slots: Slots | None = None
     layers: bool = False
     """Whether a producer's engine says which layers of a step are written before the others are."""
+    free_tail: bool = False
+    """A consumer's: behind an offer's end its last block may be written."""
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="introduction"):

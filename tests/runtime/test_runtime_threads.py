@@ -245,6 +245,28 @@ def test_who_looks_seldom_is_knocked_awake(scene: Scene, monkeypatch: pytest.Mon
     assert transfer.wait_released(WAIT)
 
 
+def test_who_waits_for_a_long_write_is_knocked_awake_at_its_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer looks when the WRITE is posted, and then no more before the test gives up."""
+    monkeypatch.setattr("pushkv.runtime.side.AWAKE", 0.0)
+    late = {"limits": Limits(resend=600.0, resend_most=600.0, lease=600.0)}
+    producer, consumer = scene.producer(**late), scene.consumer(**late)
+    link = consumer.connect(producer.address)
+    push = Pushed(producer, consumer, "r", [5, 6], [40, 41], 2 * TOKENS)
+    transfer = push.offer(link)
+    until(lambda: producer._side.in_custody, "the offer")
+    scene.network.stall(producer.agent)
+    push.stage()
+    until(lambda: producer.stats().get("writes") == 1, "the WRITE")
+    monkeypatch.setattr("pushkv.runtime.loop.CALM", 1e-9)
+    consumer._transfer._due_poll = 600.0
+    consumer.ask(lambda side: side.in_custody)
+    scene.network.release()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert transfer.wait_released(WAIT)
+
+
 def test_who_is_spoken_to_all_the_time_is_not_knocked_awake(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pushkv.runtime.side.AWAKE", 600.0)
     producer, consumer = scene.producer(), scene.consumer()

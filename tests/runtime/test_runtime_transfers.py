@@ -140,6 +140,28 @@ def test_blocks_that_are_copied_whole_wait_until_they_are(scene: Scene) -> None:
         consumer.offer("other", link, [50, 51], prompt=prompt_digest([1]), prompt_tokens=8, start=3)
 
 
+@pytest.mark.parametrize(("free", "start"), [(True, 0), (True, 4), (True, 2), (False, 0)])
+def test_a_last_block_whose_rest_is_free_is_copied_whole(scene: Scene, free: bool, start: int) -> None:
+    """With one that begins in a block it is not: the tokens before may be others'."""
+    producer = scene.producer(cache=cache_of(fill(memory_of())))
+    consumer = scene.consumer(cache=cache_of(memory_of()), free_tail=free)
+    link = consumer.connect(producer.address)
+    push = pushed(producer, consumer, tokens=11)
+    first = start // TOKENS
+    transfer = push.offer(link, start=start, first_block=first, blocks=push.target[first:], stop=10)
+    push.stage()
+    assert transfer.wait(WAIT) is Outcome.COMPLETE
+    assert push.arrived(start, 10)
+    theirs = array_of(consumer)[:, :, push.target]
+    whole = free and start % TOKENS == 0
+    assert (array_of(producer)[:, :, push.source[2]] == theirs[:, :, 2]).all() == whole
+    assert theirs[:, :, 2, :, 2:].any() == whole
+    assert not theirs[:, :, :first].any()
+    assert not theirs[:, :, first, :, : start % TOKENS].any()
+    tokens = 3 * TOKENS - start if whole else 10 - start
+    assert producer.stats()["bytes"] == tokens * theirs[:, :, 0, :, 0].nbytes
+
+
 class TestFences:
     def test_nothing_is_read_before_the_fence(self, producer: Producer, consumer: Consumer, link: Link) -> None:
         push, other = pushed(producer, consumer), pushed(producer, consumer, "other", source=20, target=50)

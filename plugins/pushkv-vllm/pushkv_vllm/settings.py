@@ -106,6 +106,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             nixl=self.nixl,
             limits=self.limits,
             stream=self.stream,
+            # vLLM shares whole blocks only, so that the last one of a prompt is its request's alone.
+            free_tail=True,
             layers=self.layers(device),
             **self._landing(device),
             **_looks(device),

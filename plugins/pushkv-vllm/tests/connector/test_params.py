@@ -95,6 +95,7 @@ class TestSettings:
         assert (endpoint.bind, endpoint.advertise) == ("0.0.0.0:7100", "10.0.0.7:0")
         assert endpoint.nixl.backend == "LIBFABRIC"
         assert (endpoint.silence, endpoint.stall) == (20, 30)
+        assert endpoint.free_tail
 
     @pytest.mark.parametrize(
         ("given", "message"),

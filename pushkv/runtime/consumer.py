@@ -205,9 +205,9 @@ class Consumer(Endpoint[Consuming]):
         """
         self._check_new()
         check_request(transfer, prompt, deadline)
-        prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
-        start = whole(f"{transfer}'s start", start, -MOST)
-        stop = prompt_tokens if stop is None else whole(f"{transfer}'s stop", stop, -MOST)
+        prompt_tokens = whole(transfer, "prompt_tokens", prompt_tokens)
+        start = whole(transfer, "start", start, -MOST)
+        stop = prompt_tokens if stop is None else whole(transfer, "stop", stop, -MOST)
         if not 0 <= start <= stop <= prompt_tokens:
             raise GeometryError(f"{transfer} asks for tokens {start} to {stop} of {prompt_tokens}; stay inside.")
         if start % (grain := self.cache.geometry.grain):
@@ -215,7 +215,7 @@ class Consumer(Endpoint[Consuming]):
         into = pack_blocks(self.cache, blocks, first_block, transfer)
         check_tables(into, start, stop)
         life = self._life
-        sibling, attempt = whole(f"{transfer}'s sibling", sibling), whole(f"{transfer}'s attempt", attempt)
+        sibling, attempt = whole(transfer, "sibling", sibling), whole(transfer, "attempt", attempt)
         key = TransferKey(transfer, self.config.engine, life.epoch, sibling, attempt)
         if key in self._transfers:
             raise ProtocolError(f"{key} is offered already; count attempt up and take other blocks.")

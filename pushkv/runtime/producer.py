@@ -96,16 +96,17 @@ class Producer(Endpoint[Producing]):
         Raises GeometryError for block ids out of range, ProtocolError for an id, digest, deadline or number that
         cannot be, and EndpointClosed; numbers that contradict each other or an earlier call end the stage.
         """
+        self._check_open()
         ending = self._stages.get(transfer)
         if ending is None:
             self._check_new()
         check_request(transfer, prompt, deadline)
-        prompt_tokens = whole(f"{transfer}'s prompt_tokens", prompt_tokens)
-        ready = prompt_tokens if ready is None else whole(f"{transfer}'s ready", ready)
+        prompt_tokens = whole(transfer, "prompt_tokens", prompt_tokens)
+        ready = prompt_tokens if ready is None else whole(transfer, "ready", ready)
         if ready < prompt_tokens:  # a block that is copied whole has to be complete, unless the prompt ends in it
             ready -= ready % self._grain
         counts = None if layers is None else layer_counts(self.cache, layers, transfer)
-        siblings = 0 if siblings is None else whole(f"{transfer}'s siblings", siblings, 1)
+        siblings = 0 if siblings is None else whole(transfer, "siblings", siblings, 1)
         ending = ending or self._untold_end(transfer)
         packed = pack_blocks(self.cache, blocks) if blocks is not None else self._blocks_before(transfer, ending)
         arrays = self.cache.arrays
@@ -116,7 +117,7 @@ class Producer(Endpoint[Producing]):
             return ending
         ending.blocks = packed
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending, counts)
-        self._submit(lambda side: side.stage(call))
+        self._life.submit(lambda side: side.stage(call))
         return ending
 
     @staticmethod

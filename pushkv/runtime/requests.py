@@ -39,7 +39,7 @@ def pack_blocks(cache: KVCache, blocks: object, first: int | Sequence[int] = 0, 
             raise GeometryError(
                 f"Group {number} is given blocks {int(array.min())} to {int(array.max())}; it has {group.blocks}."
             )
-        start = whole(f"{whose}'s first_block", firsts[number])
+        start = whole(whose, "first_block", firsts[number])
         tables.append(Table(start, array.astype("<i4").tobytes()))
     return Blocks(tuple(tables))
 
@@ -71,14 +71,16 @@ def check_request(transfer: str, prompt: bytes, deadline: float | None) -> None:
         raise ProtocolError(f"{transfer}'s deadline is {deadline!r} s; give seconds above 0, at most a day.")
 
 
-def whole(what: str, value: object, least: int = 0) -> int:
+def whole(whose: str, what: str, value: object, least: int = 0) -> int:
     """A number (numpy's too) as messages hold it: one that they cannot is refused here. Raises ProtocolError."""
+    if type(value) is int and least <= value <= MOST:  # as in nearly every call of an engine's step
+        return value
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if not least <= number <= MOST:
-        raise ProtocolError(f"{what} is {value!r:.80}; give a whole number from {least} to {MOST}.")
+        raise ProtocolError(f"{whose}'s {what} is {value!r:.80}; give a whole number from {least} to {MOST}.")
     return number
 
 
@@ -90,7 +92,7 @@ def layer_counts(cache: KVCache, layers: int | Sequence[int], whose: str) -> tup
         raise ProtocolError(
             f"{whose}'s layers are {given!r:.80} for {len(groups)} cache groups; give one number a group."
         )
-    counts = (whole(f"{whose}'s layers", count) for count in given)
+    counts = (whole(whose, "layers", count) for count in given)
     return tuple(min(count, len(group.layers)) for count, group in zip(counts, groups, strict=True))
 
 

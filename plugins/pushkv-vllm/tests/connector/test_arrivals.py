@@ -173,6 +173,48 @@ class TestDoorbell:
             stranger.close()
             alarm.close()
 
+    def test_a_stranger_wakes_nobody(self) -> None:
+        alarm, bell, stranger = Alarm(), Bell(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            for datagram in (b"", bytes(26)):
+                stranger.sendto(datagram, alarm.doorbell.address)
+                assert not alarm.sleep(0.01)
+            bell.doorbell = alarm.doorbell
+            bell.ring()
+            stranger.sendto(b"", alarm.doorbell.address)
+            assert alarm.sleep(60)
+            assert alarm.news() == []
+        finally:
+            bell.close()
+            stranger.close()
+            alarm.close()
+
+    def test_a_stranger_that_never_stops_keeps_the_scheduler_from_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that sends faster than the scheduler takes: there is always one more."""
+        alarm, stranger, sent = Alarm(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), 0
+
+        class Flooded:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(own, name)
+
+            def recv(self, size: int) -> bytes:
+                nonlocal sent
+                sent += 1
+                assert sent < 1_000_000, "it never ends"
+                stranger.sendto(b"", alarm.doorbell.address)
+                return own.recv(size)
+
+        own = alarm._socket
+        monkeypatch.setattr(alarm, "_socket", Flooded())
+        try:
+            assert alarm.news() == []
+            assert not alarm.sleep(0.05)
+        finally:
+            stranger.close()
+            alarm.close()
+
     def test_news_that_ends_a_sleep_is_kept(self) -> None:
         alarm, bell = Alarm(), Bell()
         try:

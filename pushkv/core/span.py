@@ -6,8 +6,13 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
+FEW = 32
+"""So many spans are compared one with another; beyond that it is marked what is covered, so that a part's spans cost
+what they cover, and not the square of their number."""
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -22,9 +27,19 @@ class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
     token_stop: _Index
 
     @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self.layer_stop - self.layer_start
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens."""
+        return self.token_stop - self.token_start
+
+    @property
     def area(self) -> int:
         """Layers times tokens."""
-        return (self.layer_stop - self.layer_start) * (self.token_stop - self.token_start)
+        return self.layers * self.tokens
 
     def within(self, other: Span) -> bool:
         """Whether every element of this span is one of the other's."""
@@ -53,13 +68,15 @@ class Coverage:
     that does not fit (``disputed``) may have more under way than it says: its coverage proves nothing any more.
     """
 
-    __slots__ = ("_missing", "disputed", "owed", "parts")
+    __slots__ = ("_marks", "_missing", "disputed", "owed", "parts")
 
     def __init__(self, owed: tuple[Span, ...]) -> None:
         self.owed = owed
         self.parts: dict[int, tuple[Span, ...]] = {}
         self._missing = sum(span.area for span in owed)
         self.disputed = False
+        # Of each span owed, layers by tokens that have come; empty while there are few spans.
+        self._marks: tuple[NDArray[np.bool_], ...] = ()
 
     @property
     def full(self) -> bool:
@@ -88,13 +105,39 @@ class Coverage:
             raise ValueError(f"part {part} came twice with different spans")
         if whole is not None and not same_spans(whole, self.owed):
             raise ValueError(f"the whole is said to be {whole}, owed are {self.owed}")
-        taken = [span for earlier in self.parts.values() for span in earlier]
+        if not self._marks:
+            taken = [span for earlier in self.parts.values() for span in earlier]
+            if len(taken) + len(spans) <= FEW:
+                self._compare(part, spans, taken)
+                return
+            self._marks = tuple(np.zeros((one.layers, one.tokens), np.bool_) for one in self.owed)
+            for span in taken:
+                self._mark(part, span)
         for span in spans:
-            if not any(span.within(owed) for owed in self.owed):
-                raise ValueError(f"part {part} covers {span}, which was not owed")
+            self._mark(part, span)
+
+    def _compare(self, part: int, spans: tuple[Span, ...], taken: list[Span]) -> None:
+        for span in spans:
+            self._place(part, span)
             if any(span.overlaps(other) for other in taken):
                 raise ValueError(f"part {part} covers {span} a second time")
             taken.append(span)
+
+    def _mark(self, part: int, span: Span) -> None:
+        number = self._place(part, span)
+        first, tokens = self.owed[number].layer_start, self.owed[number].token_start
+        layers = slice(span.layer_start - first, span.layer_stop - first)
+        marks = self._marks[number][layers, span.token_start - tokens : span.token_stop - tokens]
+        if marks.any():
+            raise ValueError(f"part {part} covers {span} a second time")
+        marks[:] = True
+
+    def _place(self, part: int, span: Span) -> int:
+        """The number of the span owed that this one is of. Raises ValueError where there is none."""
+        for number, owed in enumerate(self.owed):
+            if span.within(owed):
+                return number
+        raise ValueError(f"part {part} covers {span}, which was not owed")
 
 
 def same_spans(left: Iterable[Span], right: Iterable[Span]) -> bool:

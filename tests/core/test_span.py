@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol import owed
 
-from pushkv.core.span import Coverage, Span, same_spans
+from pushkv.core.span import FEW, Coverage, Span, same_spans
 
 
 def test_full_when_covered() -> None:
@@ -69,3 +69,52 @@ def test_nothing_owed_is_covered() -> None:
 def test_the_same_spans_in_another_order() -> None:
     assert same_spans([*owed(0, 1), *owed(2, 3)], [*owed(2, 3), *owed(0, 1)])
     assert not same_spans(owed(0, 1), owed(0, 2))
+
+
+rectangles = st.builds(
+    lambda group, layer, layers, token, tokens: Span(group, layer, layer + layers, token, token + tokens),
+    st.integers(0, 1), st.integers(2, 6), st.integers(0, 2), st.integers(4, 40), st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(rectangles, min_size=1, max_size=6), max_size=3), st.lists(rectangles, max_size=12))
+def test_many_spans_are_taken_as_few_are(parts: list[list[Span]], more: list[Span]) -> None:
+    """What fits is taken and what does not is refused, also where it is marked what has come."""
+    whole = (Span(0, 2, 8, 4, 44), Span(1, 3, 8, 8, 44))
+    column = tuple(Span(0, layer, layer + 1, token, token + 1) for layer in (2, 3) for token in range(4, 44))
+    assert len(column) > FEW
+    for begun in ([], [column]):
+        coverage, taken = Coverage(whole), set()
+        for number, spans in enumerate([*begun, *map(tuple, parts), *((one,) for one in more)]):
+            elements = [(one.group, layer, token) for one in spans for layer in range(one.layer_start, one.layer_stop)
+                        for token in range(one.token_start, one.token_stop)]  # fmt: skip
+            fits = all(any(one.within(owed) for owed in whole) for one in spans)
+            if fits and len(elements) == len(set(elements)) and taken.isdisjoint(elements):
+                assert coverage.add(number, spans)
+                taken.update(elements)
+                continue
+            with pytest.raises(ValueError, match=r"not owed|a second time"):
+                coverage.add(number, spans)
+            break
+        assert coverage.full == (not coverage.disputed and len(taken) == sum(one.area for one in whole))
+
+
+def test_a_part_of_thousands_of_spans_costs_what_they_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared one with another, those of one frame kept a consumer from all its other peers for seconds."""
+    compared = 0
+    overlaps = Span.overlaps
+
+    def counted(one: Span, other: Span) -> bool:
+        nonlocal compared
+        compared += 1
+        return overlaps(one, other)
+
+    monkeypatch.setattr(Span, "overlaps", counted)
+    coverage = Coverage((Span(0, 0, 2, 0, 4096),))
+    for layer in range(2):
+        assert not coverage.full
+        assert coverage.add(layer, tuple(Span(0, layer, layer + 1, token, token + 1) for token in range(4096)))
+    assert coverage.full
+    assert compared <= FEW * FEW
+    with pytest.raises(ValueError, match="a second time"):
+        coverage.add(2, (Span(0, 0, 1, 7, 8),))

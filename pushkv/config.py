@@ -79,10 +79,11 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``engine`` and ``rank`` name the endpoint. A producer listens on ``bind`` (port 0: any free one) and tells peers
     ``advertise``, by default what it is bound to. ``peers`` are the hosts that will connect: naming one that is not
     this machine makes an address that only this machine can reach an error. ``silence`` is after how many seconds
-    without a word a peer counts as lost (never one whose process can be seen to run on this machine), ``stall`` after
-    how many seconds inside one call of the data mover the transfer thread counts as stuck. ``idle_poll`` and
-    ``due_poll`` bound, in seconds, how long the transfer thread sleeps between looks at its notifications, with
-    nothing open and with something open, where no knock over the control connection wakes it.
+    without a word a peer counts as lost (one whose process can be seen to run on this machine after
+    ``limits.deadline``, if that is longer), ``stall`` after how many seconds inside one call of the data mover the
+    transfer thread counts as stuck. ``idle_poll`` and ``due_poll`` bound, in seconds, how long the transfer thread
+    sleeps between looks at its notifications, with nothing open and with something open, where no knock over the
+    control connection wakes it.
     """
 
     engine: str

@@ -323,11 +323,11 @@ class Consumer(Endpoint[Consuming]):
         self._redial_at.pop(str(pair.route), None)
 
     def _redial(self, now: float) -> None:
-        """Introduce ourselves again where a rank that we want is away."""
+        """Introduce ourselves again where a rank that we want is away, or has fallen silent: another may be there."""
         life = self._life
         for route, address in list(self._wanted.items()):
             pair = life.side.linked.get(route)
-            away = pair is None or pair.lost or pair.moved
+            away = pair is None or pair.lost or pair.moved or now - pair.heard > self.config.silence
             if away and now >= self._redial_at.get(route, (0.0, 0.0))[0] and not life.stalled:
                 wait = min(max(2 * self._redial_at.get(route, (0.0, 0.0))[1], REDIAL), REDIAL_MOST)
                 self._redial_at[route] = (now + wait, wait)

@@ -83,7 +83,12 @@ class Endpoint(ClosedOnLeaving, Generic[S]):
         self._past: list[Life[S]] = []
         self._life = self._new_life()
         self._watch: Watch[S] = Watch(
-            lambda: self._lives, self._control, config.silence, self._shared.stats, self._peer_moved
+            lambda: self._lives,
+            self._control,
+            config.silence,
+            config.limits.deadline,
+            self._shared.stats,
+            self._peer_moved,
         )
 
     def _new_life(self) -> Life[S]:

@@ -33,13 +33,18 @@ class Watch(Generic[S]):
         lives: Callable[[], list[Life[S]]],
         control: ControlThread,
         silence: float,
+        patience: float,
         stats: Counter[str],
         moved: Callable[[Pair], object],
     ) -> None:
-        """``moved`` is called with a pair whose other side goes on with another agent."""
+        """Without a word for ``silence`` seconds a peer is lost, for ``patience`` where its process is seen to run.
+
+        ``moved`` is called with a pair whose other side goes on with another agent.
+        """
         self._lives = lives
         self._control = control
         self._silence = silence
+        self._patience = max(silence, patience)
         self._stats = stats
         self._moved = moved
         self._last_sign = 0.0
@@ -93,11 +98,13 @@ class Watch(Generic[S]):
             self.give_signs()
 
     def _look(self, life: Life[S], pair: Pair, now: float) -> None:
-        token, silence = pair.token, self._silence
+        token, silent = pair.token, now - pair.heard
         if pair.watch is not None and pair.watch.dead():
             life.submit(lambda side: side.peer_gone(token, "its process has ended"))
-        elif now - pair.heard > silence and not _waits_for_a_processor(pair):
-            life.submit(lambda side: side.peer_silent(token, f"not a word from it for {silence:g} s"))
+        elif silent > self._silence:
+            limit = self._patience if _waits_for_a_processor(pair) else self._silence
+            if silent > limit:
+                life.submit(lambda side: side.peer_silent(token, f"not a word from it for {limit:g} s"))
 
     def give_signs(self) -> None:
         """Tell every peer that this side is alive."""
@@ -109,7 +116,8 @@ class Watch(Generic[S]):
 def _waits_for_a_processor(pair: Pair) -> bool:
     """Whether a silent peer's process can be seen to be there, with no link in between that could be lost.
 
-    Then it gets no processor, or a thread of it does not give Python's lock away, and it will speak again. Nothing is
-    posted to it meanwhile, and what is open ends by its deadline at the latest.
+    Then it gets no processor, or a thread of it does not give Python's lock away; most likely it will speak again.
+    Nothing is posted to it meanwhile, and what is open ends by its deadline. It may also be an endpoint that is gone
+    from a process that goes on, or one that hangs for good: so there is a limit to this, too.
     """
     return pair.watch is not None and pair.watch.same_network and pair.watch.running()

@@ -10,13 +10,14 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
 from pushkv import Consumer, Link, Outcome, Producer, Transfer
 from pushkv.runtime.ending import Ending
 from runtime.actors import SILENCE, Actor, make_cache, make_config, start
-from runtime.scene import WAIT, until
+from runtime.scene import QUICK, WAIT, until
 
 pytestmark = pytest.mark.processes
 
@@ -194,6 +195,31 @@ class TestAProducerDies:
         assert waiting.wait(WAIT) is Outcome.COMPLETE
         assert landed(consumer, 0, SMALL, 7)
         assert "peers lost" not in consumer.stats()
+
+    def test_silent_and_alive_for_too_long(self, begin: Start) -> None:
+        """What it holds is counted as quarantined then, and comes back when it speaks after all."""
+        limits = msgspec.structs.replace(QUICK, deadline=SILENCE + 1.0)
+        with Consumer(make_config("d", limits=limits), make_cache(0)) as consumer:
+            victim = begin("producer", "p")
+            link = consumer.connect(victim.ask("address"))
+            victim.tell("hold_the_lock", 6 * SILENCE)
+            waiting = offer(consumer, link, "waits", 0, SMALL)
+            until(lambda: consumer.quarantined == 1)
+            assert waiting.outcome in (Outcome.EXPIRED, Outcome.PEER_LOST)
+            assert not waiting.released
+            assert not link.alive
+            assert victim.answer() is None
+            assert waiting.wait_released(WAIT)
+            until(lambda: link.alive)
+
+    @TLS
+    def test_another_producer_in_its_process_takes_its_place(self, begin: Start, consumer: Consumer) -> None:
+        """The process runs, and the one that has gone is silent for ever: its successor is found all the same."""
+        victim = begin("producer", "p")
+        link = consumer.connect(victim.ask("address"))
+        successor = victim.ask("take_its_place")
+        until(lambda: link.agents == (successor,) and link.alive)
+        self.push(consumer, link, victim, "goes on")
 
 
 class TestAConsumerDies:

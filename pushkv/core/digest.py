@@ -65,7 +65,8 @@ def _any_blocks(template: PairTemplate, span: Span) -> list[BlockTable]:
     """Source tables that hold the span: in some blocks or other."""
     tables = []
     for group in template.source.groups:
-        first, stop = span.token_start // group.block_size, -(-span.token_stop // group.block_size)
+        first, stop = (group.stripe.before(token) for token in (span.token_start, span.token_stop))
+        first, stop = first // group.block_size, -(-stop // group.block_size)
         tables.append(BlockTable(first, np.arange(min(stop - first, group.blocks), dtype=np.int32)))
     return tables
 

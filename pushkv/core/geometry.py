@@ -58,6 +58,39 @@ class Strides(msgspec.Struct, frozen=True, array_like=True):
     content: int
 
 
+class Stripe(msgspec.Struct, frozen=True, array_like=True):
+    """Which of a request's tokens a rank holds, where several share them out (context parallelism).
+
+    The tokens are dealt out in runs of ``width``; this rank has every ``count``-th run, from number ``index`` on, and
+    keeps its tokens one after the other. By default that is all of them.
+    """
+
+    index: int = 0
+    count: int = 1
+    width: int = 1
+
+    @property
+    def period(self) -> int:
+        """After so many tokens it repeats."""
+        return self.count * self.width
+
+    def before(self, token: int) -> int:
+        """How many tokens in front of ``token`` are held: its own place among them, where it is."""
+        rounds, rest = divmod(token, self.period)
+        return rounds * self.width + min(max(rest - self.index * self.width, 0), self.width)
+
+    def places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same for tokens that are all held."""
+        return tokens // self.period * self.width + tokens % self.width
+
+    def holds(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these tokens are held."""
+        return np.asarray(tokens // self.width % self.count == self.index)
+
+    def __str__(self) -> str:
+        return f"stripe {self.index} of {self.count}, {self.width} tokens wide"
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table and one shape.
 
@@ -67,6 +100,8 @@ class CacheGroup(msgspec.Struct, frozen=True):
     ``replica``. ``window`` is in tokens, 0 unless the kind is WINDOW. A STATE group has no token axis: its
     ``block_size`` is how many tokens one slot stands for. With ``whole_blocks`` a block's tokens cannot be told
     apart, because a kernel packs them in an order of its own: blocks are copied whole, between groups of one size.
+    With a ``stripe`` of several the blocks hold that stripe's tokens alone, so that logical block ``j`` is on every
+    rank a part of the same ``span`` tokens. ``replicas`` counts ranks with the same heads and the same stripe.
     """
 
     layers: tuple[Layer, ...]
@@ -85,6 +120,12 @@ class CacheGroup(msgspec.Struct, frozen=True):
     replica: int = 0
     replicas: int = 1
     whole_blocks: bool = False
+    stripe: Stripe = Stripe()
+
+    @property
+    def span(self) -> int:
+        """Of how many tokens of a request a block holds those that are this rank's."""
+        return self.block_size * self.stripe.count
 
     @property
     def heads(self) -> int:
@@ -122,7 +163,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def grain(self) -> int:
         """Ranges of tokens begin, and end but at a prompt's end, at multiples of this."""
-        return math.lcm(*(group.block_size for group in self.groups if group.whole_blocks))
+        return math.lcm(*(group.span for group in self.groups if group.whole_blocks))
 
     def check(self, regions: Sequence[Region] | None = None) -> None:
         """Refuse what no sane cache looks like, with GeometryError naming the group and the numbers.
@@ -140,8 +181,8 @@ class Geometry(msgspec.Struct, frozen=True):
 class BlockTable:
     """A request's blocks of one group: ``ids[i]`` holds logical block ``first + i``.
 
-    Logical block ``j`` is the tokens ``[j * block_size, (j + 1) * block_size)`` of the request. ``ids`` is
-    one-dimensional, of integers; a list is converted.
+    Logical block ``j`` is the tokens ``[j * block_size, (j + 1) * block_size)`` of the request, where the group has
+    a stripe of them: counted in that stripe's tokens. ``ids`` is one-dimensional, of integers; a list is converted.
     """
 
     first: int

@@ -100,7 +100,10 @@ class LaidPlans:
             return None
         if any(len(side) != len(self.template.pairs) for side in tables):
             return None
-        first, stop, block = span.token_start, span.token_stop, pair.source.block_size
+        if not pair.common.alike:
+            return None
+        first, stop = (pair.source.stripe.before(token) for token in (span.token_start, span.token_stop))
+        block = pair.source.block_size
         within = (span.layer_start, span.layer_stop)
         if first % block or stop % block or first >= stop or pair.layer_range(within) != within:
             return None

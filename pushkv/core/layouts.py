@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from pushkv.core.geometry import CacheGroup, Kind, Layer, Place, Strides
+from pushkv.core.geometry import CacheGroup, Kind, Layer, Place, Strides, Stripe
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
 
 VLLM_ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """The physical orders that vLLM names, outermost axis first."""
+
+
+ALL_TOKENS = Stripe()
 
 
 class Packing(Enum):
@@ -62,20 +65,28 @@ class Described(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's heads ``[head_start, head_stop)`` of ``total_heads``, as copy ``replica`` of ``replicas``."""
+    """A rank's heads ``[head_start, head_stop)`` of ``total_heads``, as copy ``replica`` of ``replicas``.
+
+    With a ``stripe`` of several it holds those tokens alone, as others of the same heads hold the rest.
+    """
 
     head_start: int
     head_stop: int
     total_heads: int
     replica: int = 0
     replicas: int = 1
+    stripe: Stripe = ALL_TOKENS
 
 
-def shard(total_heads: int, rank: int, ranks: int) -> Shard:
+def shard(total_heads: int, rank: int, ranks: int, *, stripes: int = 1, width: int = 1) -> Shard:
     """What tensor-parallel rank ``rank`` of ``ranks`` holds: an equal share of the heads, or a copy of one.
 
-    MLA latents are one head: ``shard(1, rank, ranks)``. Raises GeometryError where the numbers do not divide.
+    MLA latents are one head: ``shard(1, rank, ranks)``. With ``stripes`` the ranks that would hold copies share the
+    tokens out instead, in runs of ``width`` tokens and neighbours first, as vLLM's decode context parallel does.
+    Raises GeometryError where the numbers do not divide.
     """
+    if stripes > 1:
+        return _striped(shard(total_heads, rank, ranks), stripes, width)
     if not 0 <= rank < ranks or total_heads < 1 or (total_heads % ranks and ranks % total_heads):
         raise GeometryError(
             f"{total_heads} heads cannot be shared out to rank {rank} of {ranks}; one number must divide the other."
@@ -86,6 +97,20 @@ def shard(total_heads: int, rank: int, ranks: int) -> Shard:
     copies = ranks // total_heads
     head = rank // copies
     return Shard(head, head + 1, total_heads, rank % copies, copies)
+
+
+def _striped(whole: Shard, stripes: int, width: int) -> Shard:
+    if whole.replicas % stripes:
+        raise GeometryError(
+            f"Each head is held {whole.replicas} times and its tokens cannot be shared out to {stripes} ranks; the "
+            "latter must divide the former."
+        )
+    return replace(
+        whole,
+        replica=whole.replica // stripes,
+        replicas=whole.replicas // stripes,
+        stripe=Stripe(whole.replica % stripes, stripes, width),
+    )
 
 
 def read_array(array: Any, region: int = 0, offset: int | None = None) -> Array:
@@ -277,6 +302,7 @@ def _group(
         replica=shard.replica,
         replicas=shard.replicas,
         whole_blocks=whole_blocks,
+        stripe=shard.stripe,
     )
 
 

@@ -8,6 +8,7 @@ geometry to read off what to scatter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -26,12 +27,17 @@ PartCopy = CopyPlan | LaidCopy
 
 def span_bytes(template: PairTemplate, span: Span) -> int:
     """How many bytes of a slot the span takes."""
-    return span.area * _unit(template.pairs[span.group])
+    pair = template.pairs[span.group]
+    return (span.layer_stop - span.layer_start) * pair.common.count(_tokens(span)) * _unit(pair)
 
 
 def part_bytes(template: PairTemplate, spans: Iterable[Span]) -> int:
     """How many bytes of a slot the spans take together."""
     return sum(span_bytes(template, span) for span in spans)
+
+
+def _tokens(span: Span) -> tuple[int, int]:
+    return span.token_start, span.token_stop
 
 
 def _unit(pair: GroupPair) -> int:
@@ -65,15 +71,21 @@ def cut(template: PairTemplate, spans: Sequence[Span], room: int) -> tuple[tuple
 
 
 def _even_pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
-    """A span in rectangles that each fit, and that begin and end inside a block only at the span's own ends."""
-    block = min(pair.source.block_size, pair.target.block_size)
-    for piece in _pieces(pair, span, room):
+    """A span in rectangles that each fit, and that begin and end inside a block only at the span's own ends.
+
+    Tokens are counted here as those that both sides hold, and told as a request's.
+    """
+    common, block = pair.common, min(pair.grids)
+    counted = msgspec.structs.replace(
+        span, token_start=common.before(span.token_start), token_stop=common.before(span.token_stop)
+    )
+    for piece in _pieces(pair, counted, room):
         start, stop = piece.token_start, piece.token_stop
         first, last = -(-start // block) * block, stop // block * block
         edges = (
             [start, stop] if first >= last or pair.source.kind is Kind.STATE else sorted({start, first, last, stop})
         )
-        for one, other in pairwise(edges):
+        for one, other in pairwise(map(common.past, edges)):
             yield msgspec.structs.replace(piece, token_start=one, token_stop=other)
 
 
@@ -93,8 +105,7 @@ def _pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
         for start, stop in _steps(span.layer_start, span.layer_stop, room // row, 1):
             yield Span(span.group, start, stop, span.token_start, span.token_stop)
     elif layers * unit <= room:
-        block = max(pair.source.block_size, pair.target.block_size)
-        for start, stop in _steps(span.token_start, span.token_stop, room // (layers * unit), block):
+        for start, stop in _steps(span.token_start, span.token_stop, room // (layers * unit), max(pair.grids)):
             yield Span(span.group, span.layer_start, span.layer_stop, start, stop)
     else:
         for start, stop in _steps(span.layer_start, span.layer_stop, room // unit, 1):
@@ -152,7 +163,7 @@ def _copy(plans: LaidPlans, tables: Tables, span: Span, end: int) -> PartCopy:
     stretches = stretches_of(
         template,
         tables,
-        (span.token_start, span.token_stop),
+        _tokens(span),
         layers=(span.layer_start, span.layer_stop),
         groups=(span.group,),
         end=end,
@@ -173,4 +184,6 @@ def _landed(pair: GroupPair) -> PairTemplate:
     narrow = msgspec.structs.replace(
         target, layers=layers, head_start=start, head_stop=start + pair.heads, replica=0, replicas=1
     )
-    return PairTemplate(Geometry((narrow,)), Geometry((target,)))
+    template = PairTemplate(Geometry((narrow,)), Geometry((target,)))
+    template.pairs = (replace(template.pairs[0], common=pair.common),)
+    return template

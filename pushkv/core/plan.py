@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 
 from pushkv.core.copies import CopyPlan, Index, Indices
-from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Kind
+from pushkv.core.geometry import BlockTable, Geometry, Kind
 from pushkv.core.pieces import Int64, Pieces, ascending, check_count, concatenate, is_ascending, merge, overlap
-from pushkv.core.template import GroupPair, PairTemplate, Range, check_tokens, whole_blocks_match
+from pushkv.core.template import GroupPair, PairTemplate, Range, Segments, check_tokens, whole_blocks_match
 from pushkv.errors import GeometryError
 
 __all__ = ["CopyPlan", "Indices", "Stretch", "assemble", "pieces_across", "plan_copy", "stretches_of"]
@@ -133,30 +133,29 @@ def _group_stretches(
     if pair.source.kind is Kind.STATE:
         slots = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
         return [_whole(template, pair, layers, slots[0], slots[1])]
-    size = pair.source.block_size
-    if (whole_blocks or pair.source.whole_blocks) and whole_blocks_match(pair):
-        tokens = tokens[0] // size * size, -(-tokens[1] // size) * size
+    rounded = (whole_blocks or pair.source.whole_blocks) and whole_blocks_match(pair)
     ids = [_blocks(pair, side, table, tokens) for side, table in zip(("source", "target"), tables, strict=True)]
-    starts = _segment_starts(tokens, sides)
-    counts = np.diff(starts, append=tokens[1])
+    cut = pair.segments(tokens, rounded=rounded)
+    places = cut.source, cut.target
     blocks = [
-        held[starts // group.block_size - tokens[0] // group.block_size]
-        for held, group in zip(ids, sides, strict=True)
+        held[place // group.block_size - place[0] // group.block_size]
+        for held, place, group in zip(ids, places, sides, strict=True)
     ]
-    whole = counts == size if whole_blocks_match(pair) else np.zeros(counts.size, bool)
+    whole = cut.counts == pair.source.block_size if whole_blocks_match(pair) else np.zeros(cut.counts.size, bool)
     stretches = []
     if whole.any():
         stretches.append(_whole(template, pair, layers, blocks[0][whole], blocks[1][whole]))
     if not whole.all():
-        rest = ~whole
-        stretches.append(_partial(pair, layers, blocks[0][rest], blocks[1][rest], starts[rest], counts[rest]))
+        rest = Segments(*(column[~whole] for column in cut))
+        stretches.append(_partial(pair, layers, (blocks[0][~whole], blocks[1][~whole]), rest))
     return stretches
 
 
 def _blocks(pair: GroupPair, side: str, table: BlockTable, tokens: Range) -> Int64:
     """The ids of the logical blocks that hold ``tokens``; refuses a table that lacks one or names a bad one."""
     group = pair.source if side == "source" else pair.target
-    first, stop = tokens[0] // group.block_size, -(-tokens[1] // group.block_size)
+    first, last = (group.stripe.before(token) // group.block_size for token in pair.common.ends(tokens))
+    stop = last + 1
     if first < table.first or stop > table.first + len(table):
         raise GeometryError(
             f"Tokens [{tokens[0]}, {tokens[1]}) of group {pair.number} lie in logical blocks [{first}, {stop}) of "
@@ -179,14 +178,6 @@ def _blocks(pair: GroupPair, side: str, table: BlockTable, tokens: Range) -> Int
     return ids
 
 
-def _segment_starts(tokens: Range, sides: tuple[CacheGroup, CacheGroup]) -> Int64:
-    """Where ``tokens`` start or cross into another block of either side."""
-    starts = [np.array([tokens[0]], np.int64)]
-    for size in {group.block_size for group in sides}:
-        starts.append(np.arange(tokens[0] // size * size + size, tokens[1], size, dtype=np.int64))
-    return np.unique(np.concatenate(starts)) if len(starts) > 2 else np.concatenate(starts)
-
-
 def _whole(
     template: PairTemplate, pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64
 ) -> Stretch:
@@ -204,20 +195,19 @@ def _whole(
     )
 
 
-def _partial(
-    pair: GroupPair, layers: Range, source_blocks: Int64, target_blocks: Int64, starts: Int64, counts: Int64
-) -> Stretch:
+def _partial(pair: GroupPair, layers: Range, blocks: tuple[Int64, Int64], cut: Segments) -> Stretch:
     """Segments of blocks. Where the tokens of a piece follow each other on both sides, a segment is one piece."""
     source, target = pair.source, pair.target
     pieces = pair.pieces(layers, block=False)
-    run = source.strides.token
+    run, (ours, theirs, counts) = source.strides.token, cut
     if target.strides.token != run or (pieces.length != run).any():
-        source_blocks, target_blocks = np.repeat(source_blocks, counts), np.repeat(target_blocks, counts)
+        blocks = np.repeat(blocks[0], counts), np.repeat(blocks[1], counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(starts, counts) + np.arange(before.size) - before
-        counts = np.ones(starts.size, np.int64)
-    source_base = source_blocks * source.strides.block + starts % source.block_size * run
-    target_base = target_blocks * target.strides.block + starts % target.block_size * target.strides.token
+        step = np.arange(before.size) - before
+        ours, theirs = np.repeat(ours, counts) + step, np.repeat(theirs, counts) + step
+        counts = np.ones(step.size, np.int64)
+    source_base = blocks[0] * source.strides.block + ours % source.block_size * run
+    target_base = blocks[1] * target.strides.block + theirs % target.block_size * target.strides.token
     order = np.argsort(target_base)
     width = pieces_across(pieces, target.strides.block)
     return Stretch(pieces, source_base[order], target_base[order], counts[order], width)

@@ -1,8 +1,9 @@
 """What one producer rank and one consumer rank have in common, worked out once.
 
-A :class:`PairTemplate` knows, group by group, the layers by name and the heads by number that both ranks hold and
-that this producer is the one to write. Coverage (:meth:`PairTemplate.owed`) and copying
-(:func:`pushkv.core.plan.plan_copy`) read off the same numbers, so neither can promise what the other does not do.
+A :class:`PairTemplate` knows, group by group, the layers by name, the heads by number and, where ranks share tokens
+out, the stripes of tokens that both ranks hold and that this producer is the one to write. Coverage
+(:meth:`PairTemplate.owed`) and copying (:func:`pushkv.core.plan.plan_copy`) read off the same numbers, so neither can
+promise what the other does not do.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pushkv.core.common import CommonTokens, cut_at
 from pushkv.core.compat import compatibility, differences
-from pushkv.core.geometry import CacheGroup, Geometry, Kind, Layer, Place
+from pushkv.core.geometry import CacheGroup, Geometry, Kind, Layer
 from pushkv.core.pieces import Axis, Flat, Int64, Pieces, box_pieces
 from pushkv.core.span import Span
 from pushkv.errors import GeometryError, GeometryMismatch
@@ -41,11 +43,21 @@ class UnitRows(NamedTuple):
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(self.units)[:-1]))
 
 
+class Segments(NamedTuple):
+    """Stretches of tokens, each inside one block of either side: ``counts`` tokens from the ``source``-th and the
+    ``target``-th on, as the two sides count the tokens that they hold."""
+
+    source: Int64
+    target: Int64
+    counts: Int64
+
+
 @dataclass(frozen=True)
 class GroupPair:
     """One cache group of both ranks. Flat row addresses are those of block 0, token 0, the first common head.
 
-    ``layers`` are the common layers in the producer's order; the rows have shape (layers, sides).
+    ``layers`` are the common layers in the producer's order; the rows have shape (layers, sides). Of each request
+    the ``common`` tokens are copied.
     """
 
     number: int
@@ -55,6 +67,7 @@ class GroupPair:
     heads: int
     source_rows: Int64
     target_rows: Int64
+    common: CommonTokens
     _known: dict[tuple[bool, int, int], Pieces] = field(default_factory=dict, repr=False, compare=False)
 
     def layer_range(self, layers: Range | None) -> Range:
@@ -66,13 +79,48 @@ class GroupPair:
         return min(start, count), min(stop, count)
 
     def token_range(self, tokens: Range, end: int) -> Range:
-        """The tokens of ``tokens`` that a request of ``end`` tokens moves in this group; empty if start == stop."""
+        """The tokens of ``tokens`` that a request of ``end`` tokens moves in this group; empty if start == stop.
+
+        Trimmed to those that both sides hold, so that ranges that partition a request still do.
+        """
         start, stop = tokens
         if self.source.kind is Kind.STATE:
             return (end - 1, end) if start < stop == end else (stop, stop)
         if self.source.kind is Kind.WINDOW:
             start = min(max(start, end - self.source.window), stop)
-        return start, stop
+        return self.common.trim((start, stop))
+
+    def segments(self, tokens: Range, *, rounded: bool = False) -> Segments:
+        """The stretches that a range is copied in, ascending; ``rounded`` out to whole blocks of both sides."""
+        sides = self.source, self.target
+        if self.common.alike:  # then neither needs to be told of the tokens that others hold
+            tokens = self.source.stripe.before(tokens[0]), self.source.stripe.before(tokens[1])
+        if rounded:
+            size = self.source.block_size
+            tokens = tokens[0] // size * size, -(-tokens[1] // size) * size
+        if self.common.alike:
+            starts = _segment_starts(tokens, sides)
+            return Segments(starts, starts, np.diff(starts, append=tokens[1]))
+        starts, stops = self.common.runs(tokens)
+        for group in sides:
+            if group.stripe.count == 1:
+                starts, stops = cut_at(starts, stops, group.block_size)
+        return Segments(self.source.stripe.places(starts), self.target.stripe.places(starts), stops - starts)
+
+    @cached_property
+    def grids(self) -> tuple[int, int]:
+        """At multiples of so many common tokens a block begins on the source, and on the target."""
+        if self.common.alike:
+            return self.source.block_size, self.target.block_size
+        return self.common.grid(self.source), self.common.grid(self.target)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a segment has."""
+        groups = self.source, self.target
+        if self.common.alike:
+            return min(group.block_size for group in groups)
+        return min(group.stripe.width if group.stripe.count > 1 else group.block_size for group in groups)
 
     def pieces(self, layers: Range, *, block: bool) -> Pieces:
         """The pieces of one whole block (equal block sizes only), or of one token, relative to it."""
@@ -125,7 +173,8 @@ class PairTemplate:
         start, stop = max(source.head_start, target.head_start), min(source.head_stop, target.head_stop)
         # Of the producer ranks that hold a head, one writes it to a given consumer rank.
         writes = source.replica == target.replica % source.replicas
-        heads = max(0, stop - start) if writes else 0
+        tokens = CommonTokens.of(source.stripe, target.stripe)
+        heads = max(0, stop - start) if writes and not tokens.empty else 0
         return GroupPair(
             number,
             source,
@@ -134,12 +183,18 @@ class PairTemplate:
             heads,
             _rows(self.source_flat, [layer for layer, _ in common], source, start),
             _rows(self.target_flat, [layer for _, layer in common], target, start),
+            tokens,
         )
 
     @property
     def writes(self) -> bool:
         """Whether this producer rank ever owes this consumer rank anything."""
         return any(pair.heads and pair.layers for pair in self.pairs)
+
+    @property
+    def striped(self) -> bool:
+        """Whether it depends on a request's tokens if anything is owed of it."""
+        return not all(pair.common.every for pair in self.pairs)
 
     def owed(
         self,
@@ -189,7 +244,7 @@ class PairTemplate:
     def token_grid(self) -> int:
         """At multiples of so many tokens blocks end on both sides, in every group whose tokens are moved."""
         pairs = [pair for pair in self.pairs if pair.heads and pair.layers and pair.source.kind is not Kind.STATE]
-        return math.lcm(*(size for pair in pairs for size in (pair.source.block_size, pair.target.block_size)))
+        return math.lcm(*(size for pair in pairs for size in (pair.source.span, pair.target.span)))
 
     @cached_property
     def grain(self) -> int:
@@ -239,7 +294,22 @@ def _joins_layers(pair: GroupPair) -> bool:
 
 def whole_blocks_match(pair: GroupPair) -> bool:
     """Whether a block of one side holds exactly the tokens of a block of the other."""
-    return pair.source.kind is Kind.STATE or pair.source.block_size == pair.target.block_size
+    return pair.source.kind is Kind.STATE or _same_blocks(pair.source, pair.target)
+
+
+def _same_blocks(source: CacheGroup, target: CacheGroup) -> bool:
+    """Of one size, and where ranks share tokens out otherwise on one side, of one run each."""
+    if source.block_size != target.block_size or source.stripe == target.stripe:
+        return source.block_size == target.block_size
+    return all(group.stripe.count == 1 or group.stripe.width == group.block_size for group in (source, target))
+
+
+def _segment_starts(tokens: Range, sides: tuple[CacheGroup, CacheGroup]) -> Int64:
+    """Where ``tokens`` start or cross into another block of either side."""
+    starts = [np.array([tokens[0]], np.int64)]
+    for size in {group.block_size for group in sides}:
+        starts.append(np.arange(tokens[0] // size * size + size, tokens[1], size, dtype=np.int64))
+    return np.unique(np.concatenate(starts)) if len(starts) > 2 else np.concatenate(starts)
 
 
 def check_tokens(tokens: Range, end: int | None) -> int:
@@ -256,31 +326,6 @@ def writers(sources: Sequence[Geometry], target: Geometry) -> tuple[int, ...]:
     return tuple(rank for rank, source in enumerate(sources) if PairTemplate(source, target).writes)
 
 
-def uncovered(templates: Sequence[PairTemplate]) -> list[str]:
-    """What the consumer rank holds and not exactly one of these producer ranks writes, a line a layer; empty is good.
-
-    ``templates`` pair every producer rank with one consumer rank.
-    """
-    lines = []
-    for number, group in enumerate(templates[0].target.groups if templates else ()):
-        held = {layer.name: layer.places for layer in group.layers}
-        heads: dict[tuple[Place, ...], list[Range]] = {places: [] for places in held.values()}
-        for pair in (template.pairs[number] for template in templates):
-            if pair.heads:
-                start = max(pair.source.head_start, group.head_start)
-                for name in pair.layers:
-                    heads[held[name]].append((start, start + pair.heads))
-        for layer in group.layers:
-            got = sorted(heads[layer.places])
-            edges = [group.head_start, *(edge for span in got for edge in span), group.head_stop]
-            if any(before != after for before, after in zip(edges[::2], edges[1::2], strict=True)):
-                lines.append(
-                    f"group {number}, layer {layer.name!r}: heads [{group.head_start}, {group.head_stop}) are held, "
-                    f"{got or 'none'} would be written"
-                )
-    return lines
-
-
 def _refuse_differences(source: Geometry, target: Geometry) -> None:
     lines = differences(compatibility(source), compatibility(target))
     homes = {layer.name: number for number, group in enumerate(target.groups) for layer in group.layers}
@@ -288,6 +333,9 @@ def _refuse_differences(source: Geometry, target: Geometry) -> None:
         for layer in group.layers:
             if homes.get(layer.name, number) != number:
                 lines.append(f"group of layer {layer.name!r}: {number} against {homes[layer.name]}")
+    for number, (ours, theirs) in enumerate(zip(source.groups, target.groups, strict=False)):
+        if ours.whole_blocks and theirs.whole_blocks and not _same_blocks(ours, theirs):
+            lines.append(f"tokens of group {number}'s whole blocks: {ours.stripe} against {theirs.stripe}")
     if lines:
         raise GeometryMismatch(
             f"The producer's cache cannot be copied into the consumer's, they differ in {'; '.join(lines)}: "

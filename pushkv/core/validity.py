@@ -18,6 +18,8 @@ LIMIT = 1 << 46
 """No size, stride or offset in bytes goes beyond 64 TiB, so that sums of a few stay exact in 64 bits."""
 MAX_COUNT = 1 << 31
 """Blocks, tokens of a block, heads and content elements are counted in 31 bits."""
+MAX_STRIPES = 1 << 12
+"""No request is shared out to more ranks."""
 ADDRESSES = 1 << 64
 """Addresses are below this."""
 
@@ -98,6 +100,7 @@ def _check_sizes(where: str, group: CacheGroup) -> None:
             f"{where} holds heads [{group.head_start}, {group.head_stop}) of {group.total_heads}; "
             "the range must be inside and not empty."
         )
+    _check_stripe(where, group)
     if not 0 <= group.replica < group.replicas:
         raise GeometryError(f"{where} is replica {group.replica} of {group.replicas}; count from 0.")
     if group.sides not in (1, 2):
@@ -111,6 +114,21 @@ def _check_sizes(where: str, group: CacheGroup) -> None:
             f"{where} is of kind {group.kind.value} with a window of {group.window} tokens; "
             "a window group needs a positive one and the others 0."
         )
+
+
+def _check_stripe(where: str, group: CacheGroup) -> None:
+    stripe = group.stripe
+    if not 1 <= stripe.count <= MAX_STRIPES or not 0 <= stripe.index < stripe.count:
+        raise GeometryError(
+            f"{where} is stripe {stripe.index} of {stripe.count}; count from 0, at most {MAX_STRIPES}."
+        )
+    if not 1 <= stripe.width <= group.block_size or group.block_size % stripe.width:
+        raise GeometryError(
+            f"{where} has stripes of {stripe.width} tokens and blocks of {group.block_size}; the former must divide "
+            "the latter."
+        )
+    if stripe.count > 1 and group.kind is Kind.STATE:
+        raise GeometryError(f"{where} is {stripe} of a state, which has no tokens to share out; give each rank all.")
 
 
 def block_axes(group: CacheGroup) -> list[Axis]:

@@ -161,7 +161,7 @@ def weigh(template: PairTemplate, blocks: Sequence[BlockTable], tokens: Range) -
             continue
         layers = (span.layer_start, span.layer_stop)
         size += span_bytes(template, span)
-        some = _pieces(pair, layers, span.token_stop - span.token_start, table)
+        some = _pieces(pair, layers, pair.common.count((span.token_start, span.token_stop)), table)
         fewest, most = fewest + some[0], most + some[1]
     return Weight(fewest, most, size)
 
@@ -180,7 +180,7 @@ def _pieces(pair: GroupPair, layers: Range, tokens: int, table: BlockTable) -> t
     each = pair.pieces(layers, block=False)
     run = pair.source.strides.token
     if pair.target.strides.token == run and bool((each.length == run).all()):
-        return (len(each) * -(-tokens // min(pair.source.block_size, pair.target.block_size)),) * 2
+        return (len(each) * -(-tokens // pair.longest),) * 2
     return (len(each) * tokens,) * 2
 
 

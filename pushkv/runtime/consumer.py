@@ -13,12 +13,13 @@ from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, Ended, Released
 from pushkv.core.consumer import ConsumerMachine
+from pushkv.core.covering import uncovered
 from pushkv.core.geometry import Geometry
 from pushkv.core.messages import Ring, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.prompt import DIGEST_BYTES
 from pushkv.core.receiving import Order
-from pushkv.core.template import uncovered
+from pushkv.core.template import Range
 from pushkv.errors import AddressError, GeometryError, HandshakeError, ProtocolError
 from pushkv.runtime import wire
 from pushkv.runtime.address import Address, parse_dialled
@@ -228,15 +229,28 @@ class Consumer(Endpoint[Consuming]):
         def make() -> Order:
             pairs = link.fitting()
             owed = {pair.agent: pair.template.owed((start, stop)) for pair in pairs}
-            told = {pair.agent: siblings * self._readers(pair) for pair in pairs}
+            told = {pair.agent: siblings * self._readers(pair, (start, stop)) for pair in pairs}
             lands = self._way.lands(pairs, into, (start, stop), self.address)
             target = Ring(into.tables) if lands else into
             return Order(key, target, prompt, prompt_tokens, start, stop, owed, deadline, told)
 
         life.submit(lambda side: side.offer(key, into, make))
-        if self._fellows is not None and any(self._readers(pair) == 0 for pair in link.pairs):
-            self._decline(link, transfer, sibling, siblings, attempt, idle=True)
+        if self._unasked(link, (start, stop), siblings):
+            self._decline(transfer, sibling, attempt, lambda: self._unasked(link, (start, stop), siblings))
         return handle
+
+    def _unasked(self, link: Link, tokens: Range, siblings: int) -> dict[str, int]:
+        """The producer ranks that no offer of a request comes to and that this rank tells so, with their siblings.
+
+        Those that no rank of this engine needs hear it from rank 0, where it knows its fellows; else each rank tells
+        those that owe it tokens of other requests.
+        """
+        if self._fellows is None:
+            striped = (pair for pair in link.pairs if pair.template.striped and pair.template.writes)
+            return {pair.agent: siblings for pair in striped if not pair.template.owed(tokens)}
+        if self.config.rank > 0:
+            return {}
+        return {pair.agent: siblings for pair in link.pairs if self._readers(pair, tokens) == 0}
 
     def decline(
         self, transfer: str, link: Link, *, sibling: int = 0, siblings: int = 1, attempt: int = 0
@@ -248,17 +262,6 @@ class Consumer(Endpoint[Consuming]):
         """
         self._check_open()
         check_request(transfer, bytes(DIGEST_BYTES), None)
-        return self._decline(link, transfer, sibling, siblings, attempt, idle=False)
-
-    def _decline(
-        self, link: Link, transfer: str, sibling: int, siblings: int, attempt: int, *, idle: bool
-    ) -> Transfer | None:
-        """``idle``: for the ranks that write to none of this engine's. Numbered from the top, apart from offers."""
-        life = self._life
-        key = TransferKey(transfer, self.config.engine, life.epoch, MOST - sibling, attempt)
-        if key in self._transfers or (idle and self.config.rank > 0):
-            return None
-        handle = self._transfers[key] = Transfer(key)
 
         def told() -> dict[str, int]:
             readers = {pair.agent: self._readers(pair) for pair in link.pairs}
@@ -266,10 +269,20 @@ class Consumer(Endpoint[Consuming]):
             return {
                 agent: siblings * max(1, count)
                 for agent, count in readers.items()
-                if (agent in mine and not idle)
-                or (count == 0 and self.config.rank == 0 and self._fellows is not None)
+                if agent in mine or (count == 0 and self.config.rank == 0 and self._fellows is not None)
             }
 
+        return self._decline(transfer, sibling, attempt, told)
+
+    def _decline(
+        self, transfer: str, sibling: int, attempt: int, told: Callable[[], dict[str, int]]
+    ) -> Transfer | None:
+        """Tell these ranks, each how many siblings there are. Numbered from the top, apart from offers."""
+        life = self._life
+        key = TransferKey(transfer, self.config.engine, life.epoch, MOST - sibling, attempt)
+        if key in self._transfers:
+            return None
+        handle = self._transfers[key] = Transfer(key)
         life.submit(lambda side: side.decline(key, told))
         return handle
 
@@ -277,9 +290,9 @@ class Consumer(Endpoint[Consuming]):
         """As for every endpoint; where it has landing slots, also how many wait for nothing but proof now."""
         return super().stats() | self._way.figures()
 
-    def _readers(self, pair: Pair) -> int:
-        """How many offers of a transfer this engine has for a producer rank, times n; 0 also where nobody knows."""
-        return 0 if self._fellows is None else pair.readers(self._fellows)
+    def _readers(self, pair: Pair, tokens: Range | None = None) -> int:
+        """How many ranks of this engine offer a transfer to a producer rank; 0 also where nobody knows."""
+        return 0 if self._fellows is None else pair.readers(self._fellows, tokens)
 
     def _crowded(self) -> str:
         """Why nothing more is offered: too much of the cache waits for proof; empty where it may be."""

@@ -14,7 +14,7 @@ from pushkv.core.geometry import BlockTable, Geometry
 from pushkv.core.memory import Region
 from pushkv.core.messages import Blocks, Ring
 from pushkv.core.parts import PartPlans
-from pushkv.core.template import PairTemplate
+from pushkv.core.template import PairTemplate, Range
 from pushkv.core.ways import ASSUMED, Meter, Prices
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
@@ -54,20 +54,26 @@ class Pair:
     """A consumer's: what this peer has measured."""
     fellows: tuple[str, ...] = ()
     """The addresses of all ranks of the other side's engine, where it has told them."""
-    _readers: tuple[PairTemplate, int] | None = None
+    _readers: tuple[PairTemplate, tuple[PairTemplate, ...]] | None = None
 
     @property
     def tokens(self) -> tuple[bytes, ...]:
         """All tokens that are good for this pair."""
         return (self.token, *self.former, *([self.coming] if self.coming else []))
 
-    def readers(self, fellows: Sequence[Geometry]) -> int:
-        """To how many ranks of our engine this producer rank writes: this one, and those with these geometries."""
+    def readers(self, fellows: Sequence[Geometry], tokens: Range | None = None) -> int:
+        """To how many ranks of our engine this producer rank writes: this one, and those with these geometries.
+
+        With ``tokens``, of a request for those: where ranks share tokens out some may get nothing of it.
+        """
         if self._readers is None or self._readers[0] is not self.template:
             source = self.template.source
-            count = self.template.writes + sum(PairTemplate(source, one).writes for one in fellows)
-            self._readers = self.template, count
-        return self._readers[1]
+            templates = (self.template, *(PairTemplate(source, one) for one in fellows))
+            self._readers = self.template, tuple(one for one in templates if one.writes)
+        writing = self._readers[1]
+        if tokens is None or not any(one.striped for one in writing):
+            return len(writing)
+        return sum(bool(one.owed(tokens)) for one in writing)
 
     @cached_property
     def plans(self) -> PartPlans:

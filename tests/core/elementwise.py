@@ -7,13 +7,16 @@ of them in plain bytes; every byte's place is worked out one element at a time, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pushkv.core.copies import CopyPlan
-from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Kind, Layer, Place, Strides
+from pushkv.core.geometry import BlockTable, CacheGroup, Geometry, Kind, Layer, Place, Strides, Stripe
+
+ALL = Stripe()
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,18 @@ class Share:
     heads: range
     replica: int
     replicas: int
+    stripe: Stripe = ALL
+
+    def held(self, positions: list[int]) -> list[int]:
+        """Those that are in this rank's stripe, one by one."""
+        stripe = self.stripe
+        return [token for token in positions if (token // stripe.width) % stripe.count == stripe.index]
+
+
+@lru_cache(maxsize=1 << 12)
+def place_of(stripe: Stripe, position: int) -> int:
+    """How many tokens a rank holds in front of one, counted one by one."""
+    return sum((token // stripe.width) % stripe.count == stripe.index for token in range(position))
 
 
 @dataclass
@@ -78,8 +93,9 @@ class Rank:
         places = next(each.places for each in cache.layers if each.name == layer)
         blocks, inside = [], []
         for position in positions:
-            blocks.append(int(table.ids[position // cache.block_size - table.first]))
-            inside.append(0 if cache.kind is Kind.STATE else position % cache.block_size)
+            place = place_of(self.shares[group.number].stripe, position)
+            blocks.append(int(table.ids[place // cache.block_size - table.first]))
+            inside.append(0 if cache.kind is Kind.STATE else place % cache.block_size)
         strides = cache.strides
         grid = np.ix_(
             [place.offset for place in places],
@@ -93,6 +109,7 @@ class Rank:
     def fill(self, group: LogicalGroup, positions: list[int]) -> None:
         """Put the group's values where this rank keeps them."""
         share = self.shares[group.number]
+        positions = share.held(positions)
         for layer in share.layers:
             values = group.values(layer, share.heads, positions)
             regions, offsets = self.bytes_of(group, layer, share.heads, positions)
@@ -101,7 +118,7 @@ class Rank:
 
     def mark(self, group: LogicalGroup, layer: str, positions: list[int], expected: list[NDArray[np.uint8]]) -> None:
         """Put the values that must arrive into ``expected`` and count their bytes once."""
-        heads = self.shares[group.number].heads
+        heads, positions = self.shares[group.number].heads, self.shares[group.number].held(positions)
         values = group.values(layer, heads, positions)
         regions, offsets = self.bytes_of(group, layer, heads, positions)
         for side, region in enumerate(regions):
@@ -173,6 +190,7 @@ def _lay_out_group(
         window=group.window,
         replica=share.replica,
         replicas=share.replicas,
+        stripe=share.stripe,
     )
 
 

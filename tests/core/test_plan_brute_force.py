@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pushkv.core.copies import CopyPlan
-from pushkv.core.geometry import BlockTable, Kind
+from pushkv.core.covering import uncovered
+from pushkv.core.geometry import BlockTable, Kind, Stripe
 from pushkv.core.memory import Region
 from pushkv.core.parts import PartCopy, PartPlans, cut, least_slot, span_bytes
 from pushkv.core.plan import plan_copy
+from pushkv.core.span import Span
 from pushkv.core.template import PairTemplate, writers
 
 CASES = int(os.environ.get("PUSHKV_PLAN_CASES", "2000"))
@@ -71,13 +73,17 @@ def draw_side(
 ) -> list[Rank]:
     """All ranks of one engine: one layout and one set of tables for all of them, pipeline by tensor parallel."""
     tensor, pipeline = draw(st.sampled_from([1, 1, 2, 2, 4, 8, 16])), draw(st.sampled_from([1, 1, 2]))
+    stripes = draw(st.sampled_from([1, 1, 1, 2, 2, 3, 4])) if tensor < 8 else 1
     orders = [draw(st.sampled_from(VLLM) | st.permutations("LSBHNC").map("".join)) for _ in groups]
     block_sizes = [draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8])) for _ in groups]
     uneven = draw(st.booleans())
+    # Of an engine that shares tokens out some groups may be held whole by every rank, and states always are.
+    dealt = [stripes if group.kind is not Kind.STATE and rng.integers(4) else 1 for group in groups]
+    widths = [int(rng.choice([width for width in range(1, size + 1) if size % width == 0])) for size in block_sizes]
     tables, sizes = [], []
-    for group, block_size in zip(groups, block_sizes, strict=True):
-        moved = group.moved(tokens, end)
-        first, stop = (moved[0] // block_size, moved[-1] // block_size + 1) if moved else (0, 0)
+    for group, block_size, count in zip(groups, block_sizes, dealt, strict=True):
+        moved, span = group.moved(tokens, end), block_size * count
+        first, stop = (moved[0] // span, moved[-1] // span + 1) if moved else (0, 0)
         blocks = stop + int(rng.integers(1, 4))
         tables.append(block_table(first, stop, blocks, rng))
         sizes.append((block_size, blocks))
@@ -88,16 +94,26 @@ def draw_side(
     ]
     ranks = []
     for stage in range(pipeline):
-        for rank in range(tensor):
+        for rank, index in product(range(tensor), range(stripes)):
             shares = [
-                Share(group.layers[cut[stage] : cut[stage + 1]], *share[rank])
-                for group, cut, share in zip(groups, cuts, heads, strict=True)
+                share_of(group.layers[cut[stage] : cut[stage + 1]], share[rank], (index, stripes), count, width)
+                for group, cut, share, count, width in zip(groups, cuts, heads, dealt, widths, strict=True)
             ]
             geometry, lengths = lay_out(groups, shares, orders, sizes, rng)
             regions = [rng.integers(0, 256, length, dtype=np.uint8) for length in lengths]
             counts = [np.zeros(length, np.uint8) for length in lengths]
             ranks.append(Rank(geometry, regions, tables, shares, counts))
     return ranks
+
+
+def share_of(
+    layers: tuple[str, ...], share: tuple[range, int, int], rank: tuple[int, int], count: int, width: int
+) -> Share:
+    """A stripe of a share of the heads, or where tokens are not dealt out one more copy of it."""
+    (heads, replica, replicas), (index, ranks) = share, rank
+    if count > 1:
+        return Share(layers, heads, replica, replicas, Stripe(index, count, width))
+    return Share(layers, heads, replica * ranks + index, replicas * ranks)
 
 
 @st.composite
@@ -144,17 +160,19 @@ def plans_of(case: Case, producer: Rank, consumer: Rank, way: str, rng: np.rando
             template=template, end=case.end, layers=layers,
         )  # fmt: skip
         spans = template.owed(tokens, end=case.end, layers=layers, groups=held)
-        assert sum(span.area * bytes_a_token(producer, consumer, span.group) for span in spans) == plan.bytes
+        assert sum(bytes_of(producer, consumer, span) for span in spans) == plan.bytes
         assert_maximal(plan)
         plans += plan.split(int(rng.integers(max(plan.grain, 1), 64 + plan.grain))) if way == "split" else [plan]
     return plans
 
 
-def bytes_a_token(producer: Rank, consumer: Rank, group: int) -> int:
-    """Of one layer, in the heads that both hold."""
-    cache = producer.geometry.groups[group]
-    both = set(producer.shares[group].heads) & set(consumer.shares[group].heads)
-    return len(both) * cache.sides * cache.content * cache.itemsize
+def bytes_of(producer: Rank, consumer: Rank, span: Span) -> int:
+    """Of a span, in the heads and the tokens that both hold."""
+    cache, shares = producer.geometry.groups[span.group], [rank.shares[span.group] for rank in (producer, consumer)]
+    heads = set(shares[0].heads) & set(shares[1].heads)
+    tokens = shares[1].held(shares[0].held(list(range(span.token_start, span.token_stop))))
+    each = len(heads) * cache.sides * cache.content * cache.itemsize
+    return (span.layer_stop - span.layer_start) * len(tokens) * each
 
 
 def assert_maximal(plan: CopyPlan) -> None:
@@ -192,6 +210,8 @@ def run(case: Case, way: str) -> None:
         expected = expect(case, consumer)
         hits = [np.zeros_like(region) for region in consumer.regions]
         chosen = writers([producer.geometry for producer in case.producers], consumer.geometry)
+        if way == "whole":
+            assert not uncovered([PairTemplate(one.geometry, consumer.geometry) for one in case.producers])
         for rank, producer in enumerate(case.producers):
             for plan in plans_of(case, producer, consumer, way, rng):
                 assert rank in chosen or plan.descriptors == 0

@@ -246,7 +246,7 @@ def test_groups_of_one_unit_size_share_a_lattice() -> None:
 def tensor_parallel(ranks: int, heads: int = HEADS) -> list[Geometry]:
     """The ranks of one engine; a block has room for all heads."""
     strides = Strides(heads * HND.head, HND.head, HND.token, HND.content)
-    shares = [msgspec.to_builtins(shard(heads, rank, ranks)) for rank in range(ranks)]
+    shares = [vars(shard(heads, rank, ranks)) for rank in range(ranks)]
     return [spaced(strides=strides, **share) for share in shares]
 
 

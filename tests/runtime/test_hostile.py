@@ -121,7 +121,8 @@ def test_introductions_that_are_almost_right(
 
     def listen(route: str | bytes, message: wire.Control) -> None:
         if route == b"?":
-            answers.append(message)
+            if not isinstance(message, wire.Alive):  # a sign of life a second, on a slow machine between these too
+                answers.append(message)
         else:
             send(route, message)
 

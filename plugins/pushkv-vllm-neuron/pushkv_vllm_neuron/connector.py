@@ -48,7 +48,9 @@ class NeuronWorkerHalf(WorkerHalf):
         if next(iter(tensors.values())).device.type == "neuron":
             self._settings = over_libfabric(self._settings, self._vllm_config)
         ranks, folded = Ranks.here(), packed(self._vllm_config)
-        cache = describe(tensors, self._kv_cache_config, ranks, self._total_heads, packed=folded, **self._factors())
+        cache = describe(
+            tensors, self._kv_cache_config, ranks, self._total_heads, self._context, packed=folded, **self._factors()
+        )
         self._serve(cache, ranks)
 
 

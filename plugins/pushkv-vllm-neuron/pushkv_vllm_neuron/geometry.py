@@ -10,7 +10,8 @@ from pushkv.core.layouts import Array, neuron_layers, place_array
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
 from pushkv.plugins import backend_for
-from pushkv_vllm.worker.geometry import EngineCache, _layouts, _share
+from pushkv_vllm.context import Context
+from pushkv_vllm.worker.geometry import ALONE, EngineCache, _layouts, _share
 from pushkv_vllm.worker.ranks import Ranks
 
 
@@ -19,6 +20,7 @@ def describe(
     kv_cache_config: Any,
     ranks: Ranks,
     total_heads: int,
+    context: Context = ALONE,
     *,
     packed: bool = False,
     **factors: str,
@@ -33,10 +35,10 @@ def describe(
     backend = backend_for(next(iter(tensors.values())))
     regions: list[Region] = []
     groups, owners, ratios = [], [], []
-    for layout, names in _layouts(kv_cache_config, tensors):
+    for layout, names in _layouts(kv_cache_config, tensors, context):
         placed = {name: place_array(backend.describe(tensors[name]), regions) for name in names}
         ratio = _ratio(placed, int(kv_cache_config.num_blocks))
-        share = _share(layout, ranks, total_heads)
+        share = _share(layout, ranks, total_heads, context)
         groups.append(neuron_layers(placed, share, kind=layout.kind, window=layout.window, packed=packed))
         owners.append(layout.group)
         ratios.append(ratio)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pushkv.errors import ConfigError
+from pushkv_vllm.context import Context
 
 BLOCK_SIZES = (32, 64, 128)
 """Tokens a block that vLLM-Neuron's kernels have."""
@@ -17,7 +18,7 @@ def require(vllm_config: Any) -> None:
     """Raise ConfigError for what cannot be served, with the value and what to do."""
     _require_block_size(int(vllm_config.cache_config.block_size))
     _require_buffer(str(getattr(vllm_config.kv_transfer_config, "kv_buffer_device", None) or "neuron"))
-    _refuse_context_parallel(vllm_config.parallel_config)
+    _require_context(vllm_config)
     _refuse_layers(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {})
 
 
@@ -35,14 +36,20 @@ def _require_buffer(device: str) -> None:
         )
 
 
-def _refuse_context_parallel(parallel: Any) -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = int(getattr(parallel, name, 1) or 1)
-        if size > 1:
-            raise ConfigError(
-                f"{name} is {size}: each rank then holds every {size}th block alone, which no geometry here "
-                "describes; set it to 1, or use vLLM-Neuron's NeuronNixlConnector."
-            )
+def _require_context(vllm_config: Any) -> None:
+    """Ranks share tokens out as vLLM's do; before release 2.32 of Neuron prefill engines could do so otherwise."""
+    context = Context.of(vllm_config.parallel_config)
+    size = int(vllm_config.cache_config.block_size)
+    if size % context.width:
+        raise ConfigError(
+            f"cp_kv_cache_interleave_size is {context.width} and the block size {size}; the former must divide the "
+            "latter: set --cp-kv-cache-interleave-size to the block size."
+        )
+    if context.size > 1 and _neuron_config(vllm_config).get("apply_prefill_dcp"):
+        raise ConfigError(
+            "neuron_config has apply_prefill_dcp, with which an older vLLM-Neuron deals heads and tokens out to "
+            "ranks in another order; leave it out, decode_context_parallel_size is enough."
+        )
 
 
 def _refuse_layers(extra: Mapping[str, Any]) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import fake_engine
 import numpy as np
 import torch
-from fake_engine import HEAD_SIZE, HEADS, LAYERS, FakeEngine, FakeWorker, Scene, Shape
+from fake_engine import HEAD_SIZE, LAYERS, FakeEngine, FakeWorker, Scene, Shape
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pushkv.testing.neuron import FakeNeuron, FakeNixl
 from pushkv.transport.memory import MemoryTransport, Network
+from pushkv_vllm.context import Context
 from pushkv_vllm.worker import geometry, half
 from pushkv_vllm_neuron import PushKVNeuronConnector
 from pushkv_vllm_neuron.geometry import describe
@@ -31,7 +32,7 @@ class NeuronWorker(FakeWorker):
     def __init__(self, engine: Any, rank: int) -> None:
         self.engine, self.rank = engine, rank
         self.packed = packed(engine.config)
-        shape = (2, engine.shape.blocks, HEADS // engine.shape.ranks, engine.shape.block_size, HEAD_SIZE)
+        shape = (2, engine.shape.blocks, engine.shape.rank_heads, engine.shape.block_size, HEAD_SIZE)
         size = 4 * torch.Size(shape).numel()
         self.caches = {
             f"layers.{number}": torch.zeros(size, dtype=torch.int8, device="neuron:0").view(torch.float32).view(shape)
@@ -65,7 +66,7 @@ class GpuWorker(FakeWorker):
 
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine, rank)
-        shape = (engine.shape.blocks, engine.shape.block_size, HEADS // engine.shape.ranks, 2 * HEAD_SIZE)
+        shape = (engine.shape.blocks, engine.shape.block_size, engine.shape.rank_heads, 2 * HEAD_SIZE)
         self.caches = {name: torch.zeros(shape).permute(0, 2, 1, 3) for name in self.caches}
 
     def halves(self, layer: str) -> tuple[Rows, Rows]:
@@ -108,7 +109,9 @@ class NeuronEngine(FakeEngine):
 
     def _geometry(self, worker: Any) -> Any:
         ranks = half.Ranks(worker.rank, self.shape.ranks)
-        cache = describe(worker.caches, self.cache_config, ranks, HEADS, packed=self._packed)
+        context = Context.of(self.config.parallel_config)
+        heads = self.shape.heads
+        cache = describe(worker.caches, self.cache_config, ranks, heads, context, packed=self._packed)
         return cache.cache.geometry
 
 

@@ -17,6 +17,7 @@ def config(**changes: Any) -> SimpleNamespace:
         "kv_buffer_device": "cuda",
         "decode": 1,
         "prefill": 1,
+        "interleave": 1,
         "neuron_config": {},
         "extra": None,
         **changes,
@@ -27,7 +28,9 @@ def config(**changes: Any) -> SimpleNamespace:
             kv_buffer_device=told["kv_buffer_device"], kv_connector_extra_config=told["extra"]
         ),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=told["decode"], prefill_context_parallel_size=told["prefill"]
+            decode_context_parallel_size=told["decode"],
+            prefill_context_parallel_size=told["prefill"],
+            cp_kv_cache_interleave_size=told["interleave"],
         ),
         additional_config={"neuron_config": told["neuron_config"]},
     )
@@ -37,6 +40,7 @@ def config(**changes: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("device", ["cuda", "neuron", None])
 def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
     require(config(block_size=size, kv_buffer_device=device, extra={"stream": "chunk"}))
+    require(config(block_size=size, kv_buffer_device=device, decode=4, interleave=size))
 
 
 @pytest.mark.parametrize(
@@ -44,11 +48,9 @@ def test_what_vllm_neuron_has_is_served(size: int, device: str | None) -> None:
     [
         ({"block_size": 16}, "block size is 16; vLLM-Neuron has 32, 64, 128: set --block-size"),
         ({"kv_buffer_device": "cpu"}, "kv_buffer_device is 'cpu'; .* set it to 'cuda'"),
-        (
-            {"decode": 4},
-            "decode_context_parallel_size is 4: .* set it to 1, or use .*NeuronNixlConnector",
-        ),
-        ({"prefill": 2}, "prefill_context_parallel_size is 2"),
+        ({"decode": 2, "interleave": 24}, "interleave_size is 24 and the block size 32; .* set --cp-kv-cache"),
+        ({"decode": 2, "neuron_config": {"apply_prefill_dcp": True}}, "older vLLM-Neuron .* leave it out"),
+        ({"prefill": 2}, "prefill_context_parallel_size is 2, .* set it to 1"),
         ({"extra": {"stream": "layer"}}, "stream is 'layer'.* set it to 'chunk'"),
     ],
 )

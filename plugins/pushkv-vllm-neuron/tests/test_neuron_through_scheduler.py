@@ -119,6 +119,76 @@ def test_the_null_block_is_never_written(scene: Any) -> None:
             assert not cache[:, 0].cpu().any()
 
 
+DEALT = {"heads": 1, "ranks": 2, "context": 2}
+"""Two ranks hold the one head and share its tokens out, block by block."""
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (DEALT, {"heads": 1}),
+        ({"heads": 1}, DEALT),
+        (DEALT, DEALT),
+        ({"heads": 1, "ranks": 4, "context": 4}, DEALT),
+        (DEALT, {"heads": 1, "ranks": 4, "context": 4}),
+        ({"heads": 2, "ranks": 4, "context": 2}, {"heads": 2, "ranks": 2}),
+        ({"heads": 1, "ranks": 4, "context": 2}, {"heads": 1, "block_size": 64}),
+        ({**DEALT, "block_size": 64, "interleave": 32}, DEALT),
+        ({**DEALT, "interleave": 1}, {"heads": 1}),
+        ({"heads": 1}, {**DEALT, "interleave": 8}),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_tokens_out(scene: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    """Context parallel against none and other counts, either way; of short prompts some ranks have nothing."""
+    source, target = pair(scene, {**BLOCK, **prefill}, {**BLOCK, **decode})
+    balance = Balance(source, target)
+    prompts = {f"r{n}": [n + 3, *LONG[: tokens - 1]] for n, tokens in enumerate((2, 32, 33, 66, 97, 150))}
+    # One begins as another does, so that decode has its first blocks, and only the rest is pushed.
+    prompts["again"] = [*prompts["r5"][:130], 7, 8, 9]
+    for name, prompt in prompts.items():
+        if name == "again":
+            until(lambda: len(target.finished) == len(prompts) - 1, source, target)
+        source.add(f"p-{name}", prompt, legs(source, name)[0])
+        target.add(f"d-{name}", prompt, legs(source, name)[1], 40)
+    until(lambda: len(target.finished) == len(prompts), source, target)
+    for name, prompt in prompts.items():
+        assert target.tokens[f"d-{name}"] == continued(prompt, 40)
+    balance.settle()
+    assert counts(target) == {"received": len(prompts)}
+
+
+def test_ranks_that_share_tokens_out_stream_and_pack(scene: Any) -> None:
+    """A step at a time, and with keys that go in whole blocks."""
+    prefill = scene.engine(Shape(role="kv_producer", **BLOCK, **DEALT, batched=64), packed=True)
+    decode = scene.engine(Shape(role="kv_consumer", **BLOCK, heads=1), packed=True)
+    for name, tokens in (("short", 33), ("long", 150)):
+        one, other = legs(prefill, name)
+        prefill.add(f"p-{name}", LONG[:tokens], one)
+        decode.add(f"d-{name}", LONG[:tokens], other, 3)
+    until(lambda: len(decode.finished) == 2, prefill, decode)
+    assert decode.tokens["d-long"] == continued(LONG, 3)
+    assert decode.tokens["d-short"] == continued(LONG[:33], 3)
+
+
+@pytest.mark.parametrize("trainium", ["kv_producer", "kv_consumer"])
+def test_a_gpu_against_ranks_that_share_tokens_out(scene: Any, trainium: str) -> None:
+    """The GPU's too, in runs of 4 tokens; another order of axes and another block size."""
+    gpu = "kv_consumer" if trainium == "kv_producer" else "kv_producer"
+    dealt = {"heads": 1, "ranks": 2, "context": 2}
+    engines = {
+        trainium: scene.engine(Shape(role=trainium, **BLOCK, **dealt)),
+        gpu: scene.gpu(Shape(role=gpu, block_size=16, interleave=4, **dealt)),
+    }
+    prefill, decode = engines["kv_producer"], engines["kv_consumer"]
+    one, other = legs(prefill, "t")
+    prefill.add("p", LONG, one)
+    decode.add("d", LONG, other, 3)
+    until(lambda: "d" in decode.finished, prefill, decode)
+    assert decode.tokens["d"] == continued(LONG, 3)
+    assert decode.loaded["d"] == len(LONG) - 1
+
+
 def test_without_the_fence_what_arrives_is_not_kv(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation that shows that the tests above can fail."""
     monkeypatch.setattr(NeuronBackend, "fence", lambda self, array=None: PassedFence())

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pushkv.errors import ConfigError
 from pushkv_vllm import compat
+from pushkv_vllm.context import Context
 from pushkv_vllm.directives import Directives, Reports
 from pushkv_vllm.log import announce, logger
 from pushkv_vllm.scheduler.half import SchedulerHalf
@@ -38,6 +39,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         if compat.sleeps(vllm_config):
             raise ConfigError("PushKVConnector cannot serve a cache that sleep mode takes away; disable sleep mode.")
+        Context.of(vllm_config.parallel_config)  # refuses what cannot be served, before anything is made
         if settings.stream in ("auto", "layer") and getattr(vllm_config.parallel_config, "enable_dbo", False):
             if settings.stream == "layer":
                 raise ConfigError(

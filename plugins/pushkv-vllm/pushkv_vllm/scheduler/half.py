@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pushkv_vllm import compat
+from pushkv_vllm.context import Context
 from pushkv_vllm.directives import Directives, Reports
 from pushkv_vllm.log import logger
 from pushkv_vllm.params import DecodeLeg, ParamsError, PrefillLeg, answer, parse
@@ -38,7 +39,8 @@ class SchedulerHalf:
         self._ranks = ranks
         self._pins = Pins()
         self._alarm = Alarm()
-        sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+        context = Context.of(parallel)
+        sizes = [context.tokens_a_block(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self._decode = DecodeScheduler(self._pins, ranks, sizes, settings.deadline) if config.is_kv_consumer else None
         self._prefill = PrefillScheduler(self._pins, ranks) if config.is_kv_producer else None
         # Ranks of a data-parallel mixture of experts step in lockstep: one that slept would hold the others up.

@@ -9,34 +9,38 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pushkv import Kind, KVCache, Shard, shard
+from pushkv import Kind, KVCache, Shard
 from pushkv.backends.base import device_type_of
 from pushkv.core.geometry import CacheGroup
 from pushkv.core.layouts import Array, Packing, group_of_layers, group_of_tensor, place_array, vllm_cpu
 from pushkv.core.memory import Region
 from pushkv.errors import GeometryError
 from pushkv.plugins import backend_for
+from pushkv_vllm.context import Context
 from pushkv_vllm.worker.ranks import Ranks
 
 Ids = NDArray[np.int32]
+ALONE = Context()
+"""No ranks that share tokens out."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """What a layer's cache is, apart from its memory: layers of one are a group. ``heads`` are this rank's, and
-    ``size`` is how many elements a head's key has."""
+    ``size`` is how many elements a head's key has. ``dealt``: ranks of the same heads share its tokens out."""
 
     group: int
     kind: Kind
     window: int
     heads: int
     size: int = 0
+    dealt: bool = False
 
     def packing(self, content: int) -> Packing:
         """How K and V share a content axis of so many elements.
@@ -88,7 +92,12 @@ def _divided(table: Sequence[int], ratio: int) -> Ids:
 
 
 def describe(
-    tensors: Mapping[str, Any], kv_cache_config: Any, ranks: Ranks, total_heads: int, **factors: str
+    tensors: Mapping[str, Any],
+    kv_cache_config: Any,
+    ranks: Ranks,
+    total_heads: int,
+    context: Context = ALONE,
+    **factors: str,
 ) -> EngineCache:
     """Describe what ``register_kv_caches`` is given: a tensor a layer.
 
@@ -100,10 +109,10 @@ def describe(
     groups: list[CacheGroup] = []
     owners: list[int] = []
     ratios: list[int] = []
-    for layout, names in _layouts(kv_cache_config, tensors):
+    for layout, names in _layouts(kv_cache_config, tensors, context):
         placed = {name: place_array(backend.describe(_tensor(tensors[name])), regions) for name in names}
         ratio = _ratio(kv_cache_config, layout, placed)
-        made = _groups(placed, layout, _share(layout, ranks, total_heads), str(first.device.type))
+        made = _groups(placed, layout, _share(layout, ranks, total_heads, context), str(first.device.type))
         groups += made
         owners += [layout.group] * len(made)
         ratios += [ratio] * len(made)
@@ -112,7 +121,14 @@ def describe(
 
 
 def describe_cross_layer(
-    tensor: Any, kv_cache_config: Any, ranks: Ranks, total_heads: int, *, heads_first: bool, **factors: str
+    tensor: Any,
+    kv_cache_config: Any,
+    ranks: Ranks,
+    total_heads: int,
+    context: Context = ALONE,
+    *,
+    heads_first: bool,
+    **factors: str,
 ) -> EngineCache:
     """Describe the one tensor of ``register_cross_layers_kv_cache``, in physical order.
 
@@ -123,8 +139,8 @@ def describe_cross_layer(
     array = place_array(backend.describe(tensor), regions)
     (group,) = kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
-    layout = Layout(0, Kind.ATTENTION, 0, spec.num_kv_heads, _head_size(spec))
-    share = _share(layout, ranks, total_heads)
+    layout = Layout(0, Kind.ATTENTION, 0, spec.num_kv_heads, _head_size(spec), context.deals_out(spec))
+    share = _share(layout, ranks, total_heads, context)
     axes = ("BHLNC" if heads_first else "BLNHC")[: len(array.shape)]
     packing = layout.packing(array.shape[-1])
     made = group_of_tensor(list(group.layer_names), array, axes, share, packing=packing)
@@ -140,7 +156,9 @@ def _tensor(given: Any) -> Any:
     return given
 
 
-def _layouts(kv_cache_config: Any, tensors: Mapping[str, Any]) -> Iterator[tuple[Layout, list[str]]]:
+def _layouts(
+    kv_cache_config: Any, tensors: Mapping[str, Any], context: Context
+) -> Iterator[tuple[Layout, list[str]]]:
     """The layers, by what their caches are; in the order of the engine's groups, which all ranks agree on."""
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
@@ -149,7 +167,8 @@ def _layouts(kv_cache_config: Any, tensors: Mapping[str, Any]) -> Iterator[tuple
         for name in group.layer_names:
             if name in tensors:
                 spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-                found.setdefault(_layout(number, spec), []).append(name)
+                layout = replace(_layout(number, spec), dealt=context.deals_out(spec))
+                found.setdefault(layout, []).append(name)
         yield from found.items()
 
 
@@ -186,12 +205,13 @@ def _ratio(kv_cache_config: Any, layout: Layout, placed: Mapping[str, Array]) ->
     return int(count // blocks)
 
 
-def _share(layout: Layout, ranks: Ranks, total_heads: int) -> Shard:
+def _share(layout: Layout, ranks: Ranks, total_heads: int, context: Context) -> Shard:
     """This rank's heads of the model's. Layers may have another number of them than the model says."""
     if layout.kind is Kind.LATENT or (layout.kind is Kind.WINDOW and layout.heads == 1 and total_heads == 1):
-        return shard(1, ranks.tp, ranks.tps)
-    total = total_heads if layout.heads == max(1, total_heads // ranks.tps) else layout.heads * ranks.tps
-    return shard(total, ranks.tp, ranks.tps)
+        total = 1
+    else:
+        total = total_heads if layout.heads == max(1, total_heads // ranks.tps) else layout.heads * ranks.tps
+    return context.share(total, ranks.tp, ranks.tps, dealt=layout.dealt)
 
 
 def _groups(placed: Mapping[str, Array], layout: Layout, share: Shard, device: str) -> tuple[CacheGroup, ...]:

@@ -11,6 +11,7 @@ from pushkv import Consumer, Ended, Outcome, Producer
 from pushkv.errors import GeometryError
 from pushkv.runtime.factory import TransportFactory
 from pushkv_vllm import compat
+from pushkv_vllm.context import Context
 from pushkv_vllm.directives import Directives, Reports
 from pushkv_vllm.log import adopt
 from pushkv_vllm.settings import Settings
@@ -63,7 +64,8 @@ class WorkerHalf:
         if next(iter(tensors.values())).device.type == "cpu":
             for group in self._kv_cache_config.kv_cache_groups:
                 check_cpu_kernel(self._vllm_config, group.kv_cache_spec)
-        self._serve(describe(tensors, self._kv_cache_config, ranks, self._total_heads, **self._factors()), ranks)
+        cache = describe(tensors, self._kv_cache_config, ranks, self._total_heads, self._context, **self._factors())
+        self._serve(cache, ranks)
 
     def start_cross_layer(self, tensor: Any, attn_backend: type[Any]) -> None:
         """Register a cache of one tensor for all layers, in the order in which it lies in memory."""
@@ -72,9 +74,14 @@ class WorkerHalf:
         ranks = Ranks.here()
         heads_first = str(get_kv_cache_layout()) == "HND"
         cache = describe_cross_layer(
-            tensor, self._kv_cache_config, ranks, self._total_heads, heads_first=heads_first, **self._factors()
-        )
+            tensor, self._kv_cache_config, ranks, self._total_heads, self._context,
+            heads_first=heads_first, **self._factors(),
+        )  # fmt: skip
         self._serve(cache, ranks)
+
+    @property
+    def _context(self) -> Context:
+        return Context.of(self._vllm_config.parallel_config)
 
     @property
     def _total_heads(self) -> int:

@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pushkv.transport.memory import MemoryTransport, Network
 from pushkv_vllm import PushKVConnector
+from pushkv_vllm.context import Context
 from pushkv_vllm.worker import half
 from pushkv_vllm.worker.ranks import Ranks
 
@@ -61,7 +62,8 @@ class Shape:
     """How an engine is built: ``ranks`` workers in each of ``stages``, which share the layers out.
 
     ``window`` makes every second layer a sliding-window one, in a group of its own. With ``latent`` a token of a
-    layer is one row, the same at all ranks (MLA).
+    layer is one row, the same at all ranks (MLA). ``context`` ranks of the same heads share tokens out in runs of
+    ``interleave``, by default a block.
     """
 
     role: str = "kv_producer"
@@ -75,6 +77,28 @@ class Shape:
     batched: int = 64
     caching: bool = True
     settings: tuple[tuple[str, Any], ...] = ()
+    heads: int = HEADS
+    context: int = 1
+    interleave: int = 0
+
+    @property
+    def rank_heads(self) -> int:
+        """How many heads a rank holds."""
+        return 1 if self.latent else max(1, self.heads // self.ranks)
+
+    @property
+    def span(self) -> int:
+        """Of how many tokens a block is to the scheduler."""
+        return self.block_size * self.context
+
+    def holds(self, rank: int, token: int) -> bool:
+        """Whether a token is this rank's, as vLLM's slot mapping has it."""
+        return token % self.span // (self.interleave or self.block_size) % self.context == rank % self.context
+
+    def slot(self, token: int) -> tuple[int, int]:
+        """The number of the block in the request, and the place in it, of a token that a rank holds; as there."""
+        run, offset = self.interleave or self.block_size, token % self.span
+        return token // self.span, offset // (self.context * run) * run + offset % run
 
 
 @lru_cache(maxsize=1)
@@ -104,13 +128,15 @@ def config_of(shape: Shape, model: Path) -> VllmConfig:
     config.cache_config.num_gpu_blocks = shape.blocks
     config.parallel_config.tensor_parallel_size = shape.ranks
     config.parallel_config.pipeline_parallel_size = shape.stages
+    config.parallel_config.decode_context_parallel_size = shape.context
+    config.parallel_config.cp_kv_cache_interleave_size = shape.interleave or shape.block_size
+    object.__setattr__(config.model_config, "get_total_num_kv_heads", lambda: shape.heads)
     return config
 
 
 def cache_config_of(shape: Shape) -> KVCacheConfig:
     """Layers' names and groups."""
-    heads = HEADS // shape.ranks
-    kind, heads = (MLAAttentionSpec, 1) if shape.latent else (FullAttentionSpec, heads)
+    heads, kind = shape.rank_heads, MLAAttentionSpec if shape.latent else FullAttentionSpec
     full = kind(block_size=shape.block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
     names = [f"layers.{number}" for number in range(LAYERS)]
     groups = [KVCacheGroupSpec(names, full)]
@@ -144,7 +170,7 @@ class FakeWorker:
         self.engine, self.rank = engine, rank
         self.ranks = Ranks(rank, engine.shape.ranks, stage, engine.shape.stages)
         self.latent = engine.shape.latent
-        self.heads = 1 if self.latent else HEADS // engine.shape.ranks
+        self.heads = engine.shape.rank_heads
         blocks, size = engine.shape.blocks, engine.shape.block_size
         shape = (blocks, size, HEAD_SIZE) if self.latent else (blocks, self.heads, size, 2 * HEAD_SIZE)
         layers = np.array_split(np.arange(LAYERS), engine.shape.stages)[stage]
@@ -173,7 +199,8 @@ class FakeWorker:
 
     def expected(self, layer: str, values: Sequence[float]) -> np.ndarray[Any, Any]:
         """What tokens with these values are to be."""
-        first = 0 if self.latent else self.rank * self.heads
+        shape = self.engine.shape
+        first = 0 if self.latent else self.rank * shape.heads // shape.ranks
         base = np.asarray(values, np.float32)[:, None, None, None] + np.float32(10_000 * int(layer.split(".")[1]))
         side = np.arange(1 if self.latent else 2, dtype=np.float32)[:, None, None] * 100_000
         head = (np.arange(self.heads, dtype=np.float32) + first)[:, None] * 1_000_000
@@ -193,8 +220,8 @@ class FakeEngine:
             vllm_config=self.config,
             kv_cache_config=self.cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=shape.block_size,
-            hash_block_size=shape.block_size,
+            block_size=shape.span,
+            hash_block_size=shape.span,
             log_stats=True,
         )
         monkeypatch.setattr(half.WorkerHalf, "transports", [lambda agent: MemoryTransport(network, agent)])
@@ -227,7 +254,8 @@ class FakeEngine:
     def _geometry(self, worker: FakeWorker) -> Any:
         from pushkv_vllm.worker.geometry import describe
 
-        return describe(worker.caches, self.cache_config, worker.ranks, HEADS).cache.geometry
+        context = Context.of(self.config.parallel_config)
+        return describe(worker.caches, self.cache_config, worker.ranks, self.shape.heads, context).cache.geometry
 
     @staticmethod
     def _endpoints(worker: FakeWorker) -> list[Any]:
@@ -254,7 +282,7 @@ class FakeEngine:
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra)
         sampling.update_from_generation_config({}, 2)
-        hasher = get_request_block_hasher(self.shape.block_size, sha256) if self.shape.caching else None
+        hasher = get_request_block_hasher(self.shape.span, sha256) if self.shape.caching else None
         request = Request(request_id=name, prompt_token_ids=list(prompt), sampling_params=sampling,
                           pooling_params=None, block_hasher=hasher)  # fmt: skip
         self.tokens[name] = list(prompt)
@@ -369,31 +397,31 @@ class FakeEngine:
             if ranges:
                 worker.connector.save_kv_layer(layer, worker.caches[layer], None)
 
-    def _values(self, known: list[int], places: tuple[int, int]) -> list[float]:
-        return [value_of(tuple(known[: place + 1])) for place in range(*places)]
+    def _values(self, known: list[int], places: Sequence[int]) -> list[float]:
+        return [value_of(tuple(known[: place + 1])) for place in places]
 
     def _check(
         self, worker: FakeWorker, name: str, group: int, layer: str, known: list[int], places: tuple[int, int]
     ) -> None:
         """Look at tokens that were computed before, wherever they come from."""
-        if places[0] >= places[1]:
+        held = [place for place in range(*places) if self.shape.holds(worker.rank, place)]
+        if not held:
             return
-        size = self.shape.block_size
-        first = places[0] // size
-        blocks = self.tables[name][group][first : -(-places[1] // size)]
-        found = worker.tokens(layer, blocks)[places[0] - first * size : places[1] - first * size]
-        expected = worker.expected(layer, self._values(known, places))
+        size, slots = self.shape.block_size, [self.shape.slot(place) for place in held]
+        first = slots[0][0]
+        blocks = self.tables[name][group][first : slots[-1][0] + 1]
+        found = worker.tokens(layer, blocks)[[(block - first) * size + offset for block, offset in slots]]
+        expected = worker.expected(layer, self._values(known, held))
         for number in np.flatnonzero((found != expected).any(axis=(1, 2, 3)))[:1]:
-            place = places[0] + int(number)
-            block = self.tables[name][group][place // size]
-            self.wrong.append(f"{name}, rank {worker.rank}, {layer}, token {place} in block {block}")
+            block = self.tables[name][group][slots[number][0]]
+            self.wrong.append(f"{name}, rank {worker.rank}, {layer}, token {held[number]} in block {block}")
 
     def _compute(
         self, worker: FakeWorker, name: str, group: int, layer: str, known: list[int], places: tuple[int, int]
     ) -> None:
-        rows = worker.expected(layer, self._values(known, places))
-        for place, row in zip(range(*places), rows, strict=True):
-            block, offset = divmod(place, self.shape.block_size)
+        held = [place for place in range(*places) if self.shape.holds(worker.rank, place)]
+        for place, row in zip(held, worker.expected(layer, self._values(known, held)), strict=True):
+            block, offset = self.shape.slot(place)
             worker.write(layer, self.tables[name][group][block], offset, row)
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ from pushkv.core.compat import Factors, Value, compatibility
 from pushkv.core.geometry import CacheGroup, Geometry, Kind
 from pushkv.core.layouts import Array, Packing, Shard, group_of_layers, group_of_tensor, place_array
 from pushkv.core.memory import Region
-from pushkv.discovery import first_line
-from pushkv.errors import BackendError, GeometryError, PushKVError
+from pushkv.errors import BackendError, GeometryError, PushKVError, first_line
 from pushkv.plugins import backend_for
 
 

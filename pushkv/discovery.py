@@ -17,7 +17,7 @@ from typing import Any
 import pluggy
 
 from pushkv import hookspecs
-from pushkv.errors import BackendError, ConfigError
+from pushkv.errors import BackendError, ConfigError, first_line
 from pushkv.hookspecs import PROJECT, BackendRecord
 
 BUILTINS = ("pushkv.backends.cpu", "pushkv.backends.cuda", "pushkv.backends.neuron")
@@ -227,8 +227,3 @@ def _refuse_shared_names(named: Iterable[tuple[str, str]]) -> None:
                 f" uninstall one, or name its distribution in {DISABLE}"
             )
         owner[name] = source
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -77,3 +77,8 @@ class EndpointClosed(PushKVError):
 
 class BenchError(PushKVError):
     """A benchmark could not be run to its end, or its result cannot be drawn."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

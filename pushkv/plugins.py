@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from pushkv.backends.answers import own_checks
 from pushkv.backends.base import Check, MemoryBackend, Verdict, device_type_of
-from pushkv.discovery import DISABLE, Entry, discover, first_line
-from pushkv.errors import BackendError, UnclaimedDevice
+from pushkv.discovery import DISABLE, Entry, discover
+from pushkv.errors import BackendError, UnclaimedDevice, first_line
 from pushkv.hookspecs import BackendRecord
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Registry:
         backend = self.load(self._entry(name))
         with self._lock:
             if name not in self._checked:
-                _require_usable(name, _run_checks(backend, probe=True))
+                _require_usable(name, own_checks(backend, probe=True))
                 self._checked.add(name)
         return backend
 
@@ -103,7 +104,7 @@ class Registry:
         if entry.fault is not None:
             return Status(State.BROKEN, entry.fault.reason)
         try:
-            checks = _run_checks(self.load(entry), probe=probe)
+            checks = own_checks(self.load(entry), probe=probe)
         except BackendError as error:
             return Status(State.BROKEN, str(error))
         failed = _first_failure(checks)
@@ -183,20 +184,6 @@ def _instance(record: BackendRecord, source: str) -> MemoryBackend:
             f" its record says {record.name!r} for {record.device_types}: make them alike"
         )
     return made
-
-
-def _run_checks(backend: MemoryBackend, *, probe: bool) -> tuple[Check, ...]:
-    """The backend's checks. One that raises is a fault of the backend, whatever it raises."""
-    try:
-        checks = tuple(backend.check(probe=probe))
-        if odd := [one for one in checks if not isinstance(one, Check)]:
-            raise TypeError(f"{odd[0]!r:.80} is no Check")
-        return checks
-    except Exception as error:
-        told = f"{type(error).__name__}: {first_line(error)}"
-        raise BackendError(
-            f"memory backend {backend.name!r} cannot check itself, {told}; report it to its author"
-        ) from error
 
 
 def _first_failure(checks: Iterable[Check]) -> Check | None:

@@ -128,12 +128,22 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One precondition of a backend: what was looked at, what was found, and what to do about it."""
+    """One precondition of a backend: what was looked at, what was found, and what to do about it.
+
+    Raises BackendError for anything but text and a verdict.
+    """
 
     name: str
     verdict: Verdict
     found: str
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verdict, Verdict):
+            raise BackendError(f"a check's verdict is {self.verdict!r:.80}; give a member of Verdict")
+        for what, text in {"name": self.name, "found": self.found, "remedy": self.remedy}.items():
+            if not isinstance(text, str):
+                raise BackendError(f"a check's {what} is {text!r:.80}; give text")
 
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found

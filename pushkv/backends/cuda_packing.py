@@ -36,7 +36,7 @@ class Kernels(Protocol):
 
 
 WIDEST = 32 << 10
-"""Rows of as many bytes, and shorter ones, are tried."""
+"""Rows of as many bytes, and longer ones, are copied by the same kernels: as many as a program takes at once."""
 Upload = Callable[[Int64], Any]
 
 
@@ -124,7 +124,7 @@ def cuda_packer(
     upload = upload_pinned(torch, device)
     try:
         with on():
-            kernels = _tried(torch, upload, device)
+            kernels = tried(torch, upload, f"cuda:{device}", likely_widths(tensors))
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         log.warning(
@@ -138,19 +138,35 @@ def cuda_packer(
     return KernelPacker(regions, tensors, fence, on, kernels=kernels, upload=upload)
 
 
-def _tried(torch: Any, upload: Upload, device: int) -> Kernels:
-    """The kernels, compiled for rows of a few lengths and seen to copy; so no transfer waits for their compiler."""
+def likely_widths(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """The lengths, ascending, of the rows that these tensors fall into: what lies together of each axis and those
+    inside it, and half of the innermost, where K and V may share it."""
+    widths = {WIDEST}
+    for tensor in tensors:
+        run = int(tensor.element_size())
+        axes = sorted((int(step), int(size)) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        for place, (step, size) in enumerate((step, size) for step, size in axes if size > 1):
+            if step * int(tensor.element_size()) != run:
+                break
+            run *= size
+            widths.update({run} if place or size % 2 else {run, run // 2})
+    return tuple(sorted({min(width, WIDEST) for width in widths}))
+
+
+def tried(torch: Any, upload: Upload, device: Any, widths: Sequence[int]) -> Kernels:
+    """The kernels, compiled for rows of these lengths and seen to copy: no transfer between equal caches waits
+    for their compiler. What another layout needs besides is compiled when it is first copied, and kept on disk."""
     from pushkv.backends import row_kernel
 
-    cache = torch.arange(WIDEST // 8, dtype=torch.int64, device=f"cuda:{device}")
+    cache = torch.arange(WIDEST // 8, dtype=torch.int64, device=device)
     slot = torch.zeros(WIDEST, dtype=torch.uint8, device=cache.device)
     packer = KernelPacker([Region(cache.data_ptr(), WIDEST)], [cache], PassedFence, kernels=row_kernel, upload=upload)
     nought = np.zeros(1, np.int64)
-    for width in (WIDEST >> shift for shift in range(8)):
+    for width in widths:
         for runs in (LaidRuns(nought, nought, nought, 1, width), Runs(nought, nought, nought + width)):
             slot.zero_()
             packer.gather(runs, slot)
             packer.scatter(slot, runs)
-            if not bool((slot.view(torch.int64)[: width // 8] == cache[: width // 8]).all()):
+            if not bool((slot[:width] == cache.view(torch.uint8)[:width]).all()):
                 raise BackendError("it copied wrong bytes")
     return row_kernel

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pushkv.commands.aside import words_aside
+
 if TYPE_CHECKING:
     from pushkv.discovery import Entry
     from pushkv.plugins import Status
@@ -38,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the listing; 0 whatever stands in it. Raises PushKVError when the backends cannot be listed."""
     from pushkv.plugins import registry
 
-    known = registry()
-    rows = [Row(entry, known.status(entry, probe=args.probe)) for entry in known.entries]
+    with words_aside():
+        known = registry()
+        rows = [Row(entry, known.status(entry, probe=args.probe)) for entry in known.entries]
     print(json.dumps(as_json(rows, probed=args.probe), indent=2) if args.json else as_table(rows))
     return 0
 

@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pushkv.commands.aside import words_aside
 from pushkv.errors import BenchError, ConfigError
 
 INTERRUPTED = 130
@@ -87,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         plots.require_matplotlib()
     with environment(ONE_THREAD | ({"UCX_TLS": args.tls} if args.tls else {})):
         try:
-            result = _measured(args)
+            with words_aside() if args.json else nullcontext():
+                result = _measured(args)
         except KeyboardInterrupt:
             print("pushkv bench: interrupted; its processes are ended", file=sys.stderr)
             return INTERRUPTED

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+from pushkv.commands.aside import words_aside
 
 if TYPE_CHECKING:
     from pushkv.demo.settings import DemoSettings, Layout
@@ -70,7 +73,8 @@ def _run(args: argparse.Namespace) -> int:
     progress = Progress("requests done", settings.workload.count)
     watch = Watch(lambda line: print(f"pushkv demo: {line}", file=sys.stderr), progress.advance)
     try:
-        judgement = Judgement(run_demo(settings, watch))
+        with words_aside() if args.json else nullcontext():
+            judgement = Judgement(run_demo(settings, watch))
     except KeyboardInterrupt:
         print("pushkv demo: interrupted; its processes are ended", file=sys.stderr)
         return INTERRUPTED

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from pushkv.commands.aside import words_aside
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand's parser."""
@@ -36,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from pushkv.plugins import registry
 
     trial = None if args.no_push else try_push
-    found = Doctor(registry(), backends=args.backend, movers=args.transport, try_push=trial).examine()
+    with words_aside():
+        found = Doctor(registry(), backends=args.backend, movers=args.transport, try_push=trial).examine()
     print(json.dumps(as_json(found), indent=2) if args.json else as_text(found))
     return 0 if healthy(found) else 1

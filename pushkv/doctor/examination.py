@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pushkv.backends.answers import is_present, path_checks
 from pushkv.backends.base import Check, DataPath, Verdict
 from pushkv.backends.machine import Machine
 from pushkv.discovery import Entry
@@ -108,30 +109,41 @@ class Doctor:
 
     def _backend(self, entry: Entry) -> Examined:
         asked = entry.name in self.backends
-        status = self.registry.status(entry, probe=True)
-        considered = asked if self.backends else status.state is State.READY or self._is_here(entry)
-        examined = Examined(entry, status, considered)
+        status, here = self.registry.status(entry, probe=True), False
+        try:
+            here = status.state is State.READY or self._is_here(entry)
+        except BackendError as error:
+            status = Status(State.BROKEN, str(error), status.checks)
+        examined = Examined(entry, status, asked if self.backends else here)
+        considered = examined.considered
         if considered and status.state is State.READY:
             examined.paths = [self._path(entry, mover) for mover in self.movers or [self._mover(entry)]]
         return examined
 
     def _is_here(self, entry: Entry) -> bool:
+        """Raises BackendError for a backend that cannot say."""
         if entry.record is None or entry.disabled:
             return False
         try:
-            return self.registry.load(entry).present(self.machine)
-        except BackendError:
+            backend = self.registry.load(entry)
+        except BackendError:  # which its status says
             return False
+        return is_present(backend, self.machine)
 
     def _mover(self, entry: Entry) -> str:
         """The one that fits: LIBFABRIC where there is EFA or the memory knows no other, else UCX."""
-        backend = self.registry.load(entry)
-        by_ucx = backend.check_path(DataPath("UCX"), probe=False)
+        try:
+            by_ucx = path_checks(self.registry.load(entry), DataPath("UCX"), probe=False)
+        except BackendError:  # which the path's own checks will say
+            by_ucx = ()
         refuses = any(check.name == "mover" and check.verdict is _FAIL for check in by_ucx)
         return "LIBFABRIC" if refuses or any(nic.efa for nic in self.machine.nics()) else "UCX"
 
     def _path(self, entry: Entry, mover: str) -> Path:
-        path = Path(mover, list(self.registry.load(entry).check_path(DataPath(mover))))
+        try:
+            path = Path(mover, list(path_checks(self.registry.load(entry), DataPath(mover))))
+        except BackendError as error:
+            return Path(mover, [Check("path", _FAIL, str(error), "repair or uninstall that plug-in")])
         if self.try_push is None or not path.ok:
             return path
         path.checks += self._tried(entry.name, mover)

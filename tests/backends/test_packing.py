@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pushkv.backends.base import Packer, PassedFence
 from pushkv.backends.cpu import CpuBackend
-from pushkv.backends.cuda_packing import KernelPacker
+from pushkv.backends.cuda_packing import KernelPacker, likely_widths, tried
 from pushkv.backends.rows import LaidRuns, Runs, rows_of
 from pushkv.backends.torch_packing import TorchPacker
 from pushkv.core.memory import Region
@@ -242,3 +242,35 @@ class TestSlotsOfTheBackends:
         slot = torch.zeros(16, dtype=torch.uint8)
         TorchPacker([region], [view], PassedFence).gather(runs_of((0, 8, 16)), slot)
         assert slot.tolist() == list(range(8, 24))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "widths"),
+    [
+        ((100, 8, 16, 256), (0, 1, 2, 3), [256, 512, 8192, 32768]),  # blocks, heads, tokens, K and V
+        ((100, 16, 8, 256), (0, 2, 1, 3), [256, 512, 4096, 32768]),  # heads inside tokens
+        ((2, 100, 4, 32, 128), (0, 1, 2, 3, 4), [128, 256, 8192, 32768]),  # K and V apart
+        ((100, 16, 576), (0, 1, 2), [576, 1152, 18432, 32768]),  # latents
+        ((4, 7), (0, 1), [14, 56, 32768]),
+    ],
+)
+def test_kernels_are_made_for_the_rows_that_a_cache_falls_into(
+    shape: tuple[int, ...], axes: tuple[int, ...], widths: list[int]
+) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(shape, dtype=torch.float16).permute(axes)
+    assert list(likely_widths([tensor, tensor])) == widths
+
+
+def test_the_kernels_that_are_made_are_seen_to_copy() -> None:
+    torch = pytest.importorskip("torch")
+    if not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("needs Triton, as `make test-triton` has it")
+    from pushkv.backends import row_kernel
+
+    upload, widths = torch.from_numpy, (14, 256, 576, 8192, 32768)
+    assert tried(torch, upload, "cpu", widths) is row_kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_kernel, "copy_listed", lambda *_: None)
+        with pytest.raises(BackendError, match="it copied wrong bytes"):
+            tried(torch, upload, "cpu", widths)

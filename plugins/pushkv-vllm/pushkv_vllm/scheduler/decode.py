@@ -38,8 +38,8 @@ class Awaited:
 
 
 class DecodeScheduler:
-    """``ranks`` workers offer for each request; ``block_sizes`` are those of the engine's cache groups to the scheduler,
-    so that with context parallelism a block is of as many tokens as the ranks that share them out hold together."""
+    """``ranks`` workers offer for each request; ``block_sizes`` are those of the engine's cache groups, in tokens as
+    the scheduler has them: with context parallelism as many as the ranks that share them out hold together."""
 
     def __init__(self, pins: Pins, ranks: int, block_sizes: Sequence[int], deadline: float) -> None:
         self._pins = pins

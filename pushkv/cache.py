@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pushkv.backends.base import ArrayDescription, MemoryBackend
+from pushkv.backends.answers import asked
+from pushkv.backends.base import ArrayDescription, Fence, MemoryBackend
 from pushkv.core.compat import Factors, Value, compatibility
 from pushkv.core.geometry import CacheGroup, Geometry, Kind
 from pushkv.core.layouts import Array, Packing, Shard, group_of_layers, group_of_tensor, place_array
 from pushkv.core.memory import Region
-from pushkv.errors import BackendError, GeometryError, PushKVError, first_line
+from pushkv.errors import BackendError, GeometryError
 from pushkv.plugins import backend_for
 
 
@@ -88,6 +89,12 @@ class KVCache:
         return cls(geometry, tuple(regions), compatibility(geometry, **factors), backend, tuple(arrays))
 
 
+def fence_of(cache: KVCache) -> Fence:
+    """The backend's fence behind the work that the calling thread has queued so far. Raises BackendError."""
+    first = cache.arrays[0] if cache.arrays else None
+    return asked(cache.backend, "cannot make a fence", lambda: cache.backend.fence(first))
+
+
 def _place(arrays: Sequence[object]) -> tuple[MemoryBackend, list[Region], list[Array]]:
     if not arrays:
         raise GeometryError("There is no array to describe; give at least one.")
@@ -101,15 +108,7 @@ def _place(arrays: Sequence[object]) -> tuple[MemoryBackend, list[Region], list[
 
 def _described(backend: MemoryBackend, array: object) -> ArrayDescription:
     """Raises BackendError, also for what a backend of somebody's plug-in does instead of describing."""
-    try:
-        told = backend.describe(array)
-    except PushKVError:
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise BackendError(
-            f"memory backend {backend.name!r} failed to describe an array, {said}; report it to its author"
-        ) from error
+    told = asked(backend, "failed to describe an array", lambda: backend.describe(array))
     if not isinstance(told, ArrayDescription):
         raise BackendError(
             f"memory backend {backend.name!r} describes an array as {told!r:.80}, which is no ArrayDescription; "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from pushkv.backends.base import Check, DataPath, MemoryBackend
+import numpy as np
+
+from pushkv.backends.base import Check, DataPath, Fence, MemoryBackend
 from pushkv.backends.machine import Machine
-from pushkv.errors import BackendError, first_line
+from pushkv.errors import BackendError, PushKVError, first_line
 
 T = TypeVar("T")
 
@@ -27,6 +29,22 @@ def is_present(backend: MemoryBackend, machine: Machine) -> bool:
     return _asked(backend, "cannot say whether its device is here", lambda: bool(backend.present(machine)))
 
 
+def asked(backend: MemoryBackend, what: str, ask: Callable[[], T]) -> T:
+    """What a call of the backend gives; its own errors of PushKV's as they are.
+
+    Raises BackendError for anything else that it raises, with ``what`` the backend could not do.
+    """
+    return _asked(backend, what, ask, passing=PushKVError)
+
+
+def has_passed(fence: Fence) -> bool:
+    """Whether a fence has passed. Raises whatever it raises, and BackendError where it says neither yes nor no."""
+    done = fence.done()
+    if not isinstance(done, (bool, np.bool_)):
+        raise BackendError(f"{type(fence).__name__}.done() returned {done!r:.80}, which is neither True nor False")
+    return bool(done)
+
+
 def _checks(backend: MemoryBackend, what: str, ask: Callable[[], Iterable[Check]]) -> tuple[Check, ...]:
     def told() -> tuple[Check, ...]:
         checks = tuple(ask())
@@ -37,10 +55,12 @@ def _checks(backend: MemoryBackend, what: str, ask: Callable[[], Iterable[Check]
     return _asked(backend, what, told)
 
 
-def _asked(backend: MemoryBackend, what: str, ask: Callable[[], T]) -> T:
+def _asked(
+    backend: MemoryBackend, what: str, ask: Callable[[], T], passing: type[BaseException] = KeyboardInterrupt
+) -> T:
     try:
         return ask()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, passing):
         raise
     except BaseException as error:  # also SystemExit: a plug-in that leaves takes nobody along
         told = f"{type(error).__name__}: {first_line(error)}"

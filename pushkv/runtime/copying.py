@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from pushkv.backends.answers import has_passed
 from pushkv.backends.base import Fence
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Copier(ABC):
         """Run a job and remember how it ended."""
         try:
             self._ended.append((job(), told))
-        except Exception as error:
+        except BaseException as error:  # it is the backend's, and may be of somebody's plug-in: the thread goes on
             self._ended.append((str(error) or type(error).__name__, told))
 
     def poll(self) -> list[Callable[[], object]]:
@@ -90,8 +91,8 @@ def _telling(told: Told, error: str) -> Callable[[], object]:
 def _verdict(fence: Fence) -> str | None:
     """What became of the work before a fence: empty if all is well, None while it runs."""
     try:
-        return "" if fence.done() else None
-    except Exception as error:
+        return "" if has_passed(fence) else None
+    except BaseException as error:
         return str(error) or type(error).__name__
 
 
@@ -121,7 +122,7 @@ class CopyThread(Copier):
     def _run(self) -> None:
         try:
             self._prepare()
-        except Exception:  # the jobs will say so, each for itself
+        except BaseException:  # the jobs will say so, each for itself
             log.exception("The copy thread could not be prepared.")
         while (given := self._jobs.get()) is not None:
             self.run(*given)

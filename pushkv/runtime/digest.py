@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pushkv.backends.answers import asked
 from pushkv.cache import KVCache
 from pushkv.core.runs import Runs
 from pushkv.errors import BackendError
@@ -37,8 +38,9 @@ class Reader:
     def __init__(self, cache: KVCache) -> None:
         self._backend = cache.backend
         try:
-            self._packer = cache.backend.packer(cache.regions, cache.arrays)
-            self._slot = cache.backend.allocate(CHUNK, cache.regions[0].device)
+            backend, device = cache.backend, cache.regions[0].device
+            self._packer = asked(backend, "cannot make a packer", lambda: backend.packer(cache.regions, cache.arrays))
+            self._slot = asked(backend, "cannot allocate a slot", lambda: backend.allocate(CHUNK, device))
         except BackendError as error:
             raise BackendError(
                 f"verify='checksum' reads memory back, which cannot be done here; leave it at 'off' ({error})"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from pushkv.backends.base import Fence
-from pushkv.cache import KVCache
+from pushkv.cache import KVCache, fence_of
 from pushkv.config import EndpointConfig
 from pushkv.core.commands import Command, StageEnded, StageReleased
 from pushkv.core.messages import Blocks
@@ -94,7 +94,8 @@ class Producer(Endpoint[Producing]):
         read or the engine does not know: until it has waited for the ending, or taken the last event about it. After
         that the same id begins another stage.
         Raises GeometryError for block ids out of range, ProtocolError for an id, digest, deadline or number that
-        cannot be, and EndpointClosed; numbers that contradict each other or an earlier call end the stage.
+        cannot be, BackendError where the memory's backend makes no fence, and EndpointClosed; numbers that contradict
+        each other or an earlier call end the stage.
         """
         self._check_open()
         ending = self._stages.get(transfer)
@@ -109,8 +110,7 @@ class Producer(Endpoint[Producing]):
         siblings = 0 if siblings is None else whole(transfer, "siblings", siblings, 1)
         ending = ending or self._untold_end(transfer)
         packed = pack_blocks(self.cache, blocks) if blocks is not None else self._blocks_before(transfer, ending)
-        arrays = self.cache.arrays
-        behind = fence or self.cache.backend.fence(arrays[0] if arrays else None)
+        behind = fence or fence_of(self.cache)
         if ending is None:
             ending = self._stages[transfer] = Ending()
         if not ending.hold():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+from pushkv.backends.answers import asked
 from pushkv.core.commands import AskProof, Command, Send
 from pushkv.core.messages import Hello, Message, decode, encode, token_of
 from pushkv.errors import PeerLost, ProtocolError, TransportError
@@ -51,7 +52,8 @@ class Side(Peering):
         self.copier = shared.make_copier(f"{shared.agent}-copies", self._prepare_thread)
 
     def _prepare_thread(self) -> None:
-        self.shared.cache.backend.prepare_thread(self.shared.cache.home[1])
+        backend, device = self.shared.cache.backend, self.shared.cache.home[1]
+        asked(backend, "cannot make a thread ready", lambda: backend.prepare_thread(device))
 
     @property
     def verifies(self) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pushkv.backends.answers import asked
 from pushkv.backends.base import Fence, PassedFence
 from pushkv.cache import KVCache
 from pushkv.config import EndpointConfig
@@ -38,9 +39,10 @@ class Slots:
         """Raises BackendError where the memory is not to be had, or the backend cannot gather and scatter."""
         self.size, self.pool = size, SlotPool(count)
         self._backend = cache.backend
-        self._packer = cache.backend.packer(cache.regions, cache.arrays)
+        backend, device = cache.backend, cache.home[1]
+        self._packer = asked(backend, "cannot make a packer", lambda: backend.packer(cache.regions, cache.arrays))
         self._longest_number, self._longest = max(enumerate(cache.regions), key=lambda one: one[1].length)
-        self._memory: Any = cache.backend.allocate(size * count, cache.home[1])
+        self._memory: Any = asked(backend, "cannot allocate slots", lambda: backend.allocate(size * count, device))
         described = cache.backend.describe(self._memory)
         if (described.shape, described.itemsize, described.strides) != ((size * count,), 1, (1,)):
             raise BackendError(

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+from pushkv.backends.answers import has_passed
 from pushkv.backends.base import Fence
 from pushkv.core.commands import Command, StageEnded, StageReleased
 from pushkv.core.messages import Blocks
@@ -195,7 +196,7 @@ class Staging(Side):
 def _verdict(fence: Fence) -> str:
     """Whether a fence has passed, or what it raised: the work before it has gone wrong, and so has the KV."""
     try:
-        return _PASSED if fence.done() else _WAITS
+        return _PASSED if has_passed(fence) else _WAITS
     except BaseException as error:  # it is the backend's, and may be of somebody's plug-in: the thread goes on
         log.exception("A fence failed.")
         return f"its fence failed: {error or type(error).__name__}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from pushkv import Outcome, Producer, PushKVError, StageEnded, StageReleased
-from pushkv.backends.base import PassedFence
+from pushkv.backends.base import Fence, PassedFence
+from pushkv.cache import fence_of
 from pushkv_vllm.directives import Directives, Reclaim, Reports, StagePart, Unstage
 from pushkv_vllm.worker.geometry import EngineCache
 from pushkv_vllm.worker.layers import Layers
@@ -26,6 +27,21 @@ class Held:
     held: bool = False
     ended: bool = False
     reclaim: Reclaim | None = None
+
+
+@dataclass(frozen=True)
+class NoFence:
+    """Where there should be one: what it was for fails, and nothing else."""
+
+    error: PushKVError
+
+    def done(self) -> bool:
+        """Raises the error."""
+        raise self.error
+
+    def wait(self) -> None:
+        """Raises it too."""
+        raise self.error
 
 
 class PrefillWorker:
@@ -66,8 +82,10 @@ class PrefillWorker:
             self._stage(parts)
 
     def _stage(self, parts: tuple[StagePart, ...], layers: tuple[int, ...] | None = None) -> None:
-        arrays = self._cache.cache.arrays
-        fence = self._cache.cache.backend.fence(arrays[0] if arrays else None)
+        try:
+            fence: Fence = fence_of(self._cache.cache)
+        except PushKVError as error:
+            fence = NoFence(error)
         for part in parts:
             if part.transfer in self._over:
                 continue

@@ -109,7 +109,7 @@ class Posting(Staging):
 
     def _fills(self, pair: Pair, post: Post) -> bool:
         """Whether a part ends where the offer does, in a block whose rest is nobody's, and begins with a block."""
-        begins = all(post.start % one.source.block_size == 0 for one in pair.template.pairs)
+        begins = all(post.start % one.source.span == 0 for one in pair.template.pairs)
         return pair.theirs.free_tail and post.stop == post.end and begins and not self.verifies
 
     def _digest(self, pair: Pair, post: Post | PostSlot, plan: CopyPlan) -> Digest | None:

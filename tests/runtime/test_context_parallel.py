@@ -186,6 +186,29 @@ def test_bytes_are_verified(scene: Scene, ours: Dealt, theirs: Dealt, monkeypatc
     assert sum(consumer.stats().get("bytes verified", 0) for consumer in engines.consumers) > 0
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [*PAIRS, (Dealt(2, 2), Dealt(2, 2))], ids=str)
+@pytest.mark.parametrize(("start", "stop"), [(0, 42), (12, 42), (17, 42), (6, 9)])
+def test_a_tail_that_is_free_takes_nothing_of_what_is_before(
+    scene: Scene, ours: Dealt, theirs: Dealt, start: int, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are copied whole end past the offer, and begin where it does."""
+    from runtime import scene as scenery
+
+    monkeypatch.setattr(scenery, "SETTINGS", {**scenery.SETTINGS, "free_tail": True})
+    engines = Engines(scene, ours, theirs)
+    engines.compute(PROMPT)
+    engines.stage()
+    assert {one.wait(WAIT) for one in engines.offer(start, stop)} == {Outcome.COMPLETE}
+    for rank, memory in enumerate(engines.received):
+        places = engines.theirs.places(rank, PROMPT)
+        whole = np.zeros_like(memory)
+        write(whole, engines.targets, [(token, place) for token, place in places if token >= start])
+        wanted = np.zeros_like(memory)
+        write(wanted, engines.targets, [(token, place) for token, place in places if start <= token < stop])
+        assert (memory[wanted != 0] == wanted[wanted != 0]).all()
+        assert ((memory == wanted) | (memory == whole)).all()
+
+
 def test_a_consumer_without_fellows_tells_those_that_owe_it_nothing(scene: Scene) -> None:
     """One rank, that nobody told it is alone: the stage of the rank that a short prompt does not reach ends too."""
     producers = [scene.producer(cache=cache_of(memory_of(), Dealt(2).share(rank)), rank=rank) for rank in range(2)]

@@ -9,7 +9,7 @@ from typing import Any
 import fake_engine
 import numpy as np
 import torch
-from fake_engine import HEAD_SIZE, LAYERS, FakeEngine, FakeWorker, Scene, Shape
+from fake_engine import HEAD_SIZE, FakeEngine, FakeWorker, Scene, Shape
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pushkv.testing.neuron import FakeNeuron, FakeNixl
@@ -29,17 +29,19 @@ class NeuronWorker(FakeWorker):
     Packed keys have tokens 2n and 2n + 1 of a block interleaved, element by element.
     """
 
-    def __init__(self, engine: Any, rank: int) -> None:
-        self.engine, self.rank = engine, rank
-        self.packed = packed(engine.config)
-        shape = (2, engine.shape.blocks, engine.shape.rank_heads, engine.shape.block_size, HEAD_SIZE)
+    @property
+    def packed(self) -> bool:
+        return packed(self.engine.config)
+
+    def cache(self) -> Any:
+        shape = (2, self.engine.shape.blocks, self.heads, self.engine.shape.block_size, HEAD_SIZE)
         size = 4 * torch.Size(shape).numel()
-        self.caches = {
-            f"layers.{number}": torch.zeros(size, dtype=torch.int8, device="neuron:0").view(torch.float32).view(shape)
-            for number in range(LAYERS)
-        }
-        engine.fake.synchronize()
-        self.connector = PushKVNeuronConnector(engine.config, KVConnectorRole.WORKER, engine.cache_config)
+        made = torch.zeros(size, dtype=torch.int8, device="neuron:0").view(torch.float32).view(shape)
+        self.engine.fake.synchronize()
+        return made
+
+    def connect(self) -> Any:
+        return PushKVNeuronConnector(self.engine.config, KVConnectorRole.WORKER, self.engine.cache_config)
 
     def tokens(self, layer: str, blocks: Sequence[int]) -> Rows:
         keys, values = self.caches[layer].cpu()[:, list(blocks)].numpy()
@@ -64,10 +66,9 @@ class NeuronWorker(FakeWorker):
 class GpuWorker(FakeWorker):
     """One rank: (B, H, N, 2C) with tokens outside heads in memory, a token's key before its value."""
 
-    def __init__(self, engine: Any, rank: int) -> None:
-        super().__init__(engine, rank)
-        shape = (engine.shape.blocks, engine.shape.block_size, engine.shape.rank_heads, 2 * HEAD_SIZE)
-        self.caches = {name: torch.zeros(shape).permute(0, 2, 1, 3) for name in self.caches}
+    def cache(self) -> Any:
+        blocks, size = self.engine.shape.blocks, self.engine.shape.block_size
+        return torch.zeros((blocks, size, self.heads, 2 * HEAD_SIZE)).permute(0, 2, 1, 3)
 
     def halves(self, layer: str) -> tuple[Rows, Rows]:
         both = self.caches[layer].numpy()
@@ -108,10 +109,9 @@ class NeuronEngine(FakeEngine):
         return super()._start(monkeypatch, addresses)
 
     def _geometry(self, worker: Any) -> Any:
-        ranks = half.Ranks(worker.rank, self.shape.ranks)
         context = Context.of(self.config.parallel_config)
         heads = self.shape.heads
-        cache = describe(worker.caches, self.cache_config, ranks, heads, context, packed=self._packed)
+        cache = describe(worker.caches, self.cache_config, worker.ranks, heads, context, packed=self._packed)
         return cache.cache.geometry
 
 

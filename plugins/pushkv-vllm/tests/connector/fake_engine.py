@@ -171,11 +171,18 @@ class FakeWorker:
         self.ranks = Ranks(rank, engine.shape.ranks, stage, engine.shape.stages)
         self.latent = engine.shape.latent
         self.heads = engine.shape.rank_heads
-        blocks, size = engine.shape.blocks, engine.shape.block_size
-        shape = (blocks, size, HEAD_SIZE) if self.latent else (blocks, self.heads, size, 2 * HEAD_SIZE)
         layers = np.array_split(np.arange(LAYERS), engine.shape.stages)[stage]
-        self.caches = {f"layers.{number}": torch.zeros(shape) for number in layers}
-        self.connector = PushKVConnector(engine.config, KVConnectorRole.WORKER, engine.cache_config)
+        self.caches = {f"layers.{number}": self.cache() for number in layers}
+        self.connector = self.connect()
+
+    def cache(self) -> Any:
+        """A layer's cache."""
+        blocks, size = self.engine.shape.blocks, self.engine.shape.block_size
+        return torch.zeros((blocks, size, HEAD_SIZE) if self.latent else (blocks, self.heads, size, 2 * HEAD_SIZE))
+
+    def connect(self) -> Any:
+        """The connector."""
+        return PushKVConnector(self.engine.config, KVConnectorRole.WORKER, self.engine.cache_config)
 
     def halves(self, layer: str) -> tuple[np.ndarray[Any, Any], ...]:
         """A layer's keys and values as (block, head, token, element): of a block and head the keys come first, by

@@ -24,6 +24,8 @@ DEALT = {"heads": 1, "ranks": 2, "context": 2}
         ({"heads": 1, "ranks": 4, "context": 4, "interleave": 1}, {**DEALT, "interleave": 2}),
         ({"heads": 2, "ranks": 4, "context": 2}, {"heads": 2, "ranks": 2, "block_size": 8}),
         ({**DEALT, "batched": 16}, {**DEALT, "block_size": 16}),
+        ({**DEALT, "latent": True}, {"heads": 1, "latent": True}),
+        ({"heads": 1, "latent": True, "stages": 2}, {**DEALT, "latent": True, "interleave": 1}),
     ],
     ids=str,
 )
@@ -52,7 +54,7 @@ def test_a_connector_of_prefill_context_parallel_ranks_is_refused(scene: Scene) 
     engine = scene.engine(Shape(role="kv_producer"))
     engine.config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match=r"prefill_context_parallel_size is 2, .* set it to 1"):
-        type(engine.workers[0])(engine, 0)
+        engine.workers[0].connect()
 
 
 def test_what_a_configuration_says() -> None:

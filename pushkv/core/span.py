@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 FEW = 32
 """So many spans are compared one with another; beyond that it is marked what is covered, so that a part's spans cost
 what they cover, and not the square of their number."""
+SPLINTERS = 64
+"""A part may have so many spans for each that is owed: a producer cuts one into a few, and each has to be planned."""
 _Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -101,6 +103,8 @@ class Coverage:
         return True
 
     def _check(self, part: int, spans: tuple[Span, ...], whole: tuple[Span, ...] | None) -> None:
+        if splintered(spans, self.owed):
+            raise ValueError(f"part {part} comes in {len(spans)} spans of {len(self.owed)} that are owed")
         if part in self.parts:
             raise ValueError(f"part {part} came twice with different spans")
         if whole is not None and not same_spans(whole, self.owed):
@@ -138,6 +142,11 @@ class Coverage:
             if span.within(owed):
                 return number
         raise ValueError(f"part {part} covers {span}, which was not owed")
+
+
+def splintered(spans: tuple[Span, ...], owed: tuple[Span, ...]) -> bool:
+    """Whether a part comes in more spans than any producer cuts what is owed into: each costs a plan."""
+    return len(spans) > SPLINTERS * (1 + len(owed))
 
 
 def same_spans(left: Iterable[Span], right: Iterable[Span]) -> bool:

@@ -18,6 +18,7 @@ from pushkv.core.digest import target_bytes
 from pushkv.core.messages import Blocks, Complete, Offer, TransferKey
 from pushkv.core.outcome import Outcome
 from pushkv.core.parts import part_bytes
+from pushkv.core.span import splintered
 from pushkv.errors import ProtocolError, PushKVError
 from pushkv.runtime.digest import Digest
 from pushkv.runtime.pair import Pair, tables
@@ -118,6 +119,8 @@ class Verifying(Side):
         """Whether the part is of what is owed, in a slot that waits for it; what is not, the machine refuses."""
         offer = offered.offer
         owed = pair.template.owed((offer.start, offer.stop), end=offer.stop)
+        if splintered(complete.spans, owed):
+            return False
         within = all(any(span.within(one) for one in owed) for span in complete.spans)
         return within and (not offered.lands or self.machine.awaits(pair.agent, complete))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol import owed
 
-from pushkv.core.span import FEW, Coverage, Span, same_spans
+from pushkv.core.span import FEW, SPLINTERS, Coverage, Span, same_spans
 
 
 def test_full_when_covered() -> None:
@@ -99,7 +99,7 @@ def test_many_spans_are_taken_as_few_are(parts: list[list[Span]], more: list[Spa
         assert coverage.full == (not coverage.disputed and len(taken) == sum(one.area for one in whole))
 
 
-def test_a_part_of_thousands_of_spans_costs_what_they_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_spans_cost_what_they_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared one with another, those of one frame kept a consumer from all its other peers for seconds."""
     compared = 0
     overlaps = Span.overlaps
@@ -110,11 +110,21 @@ def test_a_part_of_thousands_of_spans_costs_what_they_cover(monkeypatch: pytest.
         return overlaps(one, other)
 
     monkeypatch.setattr(Span, "overlaps", counted)
-    coverage = Coverage((Span(0, 0, 2, 0, 4096),))
-    for layer in range(2):
+    coverage = Coverage((Span(0, 0, 2, 0, 2048),))
+    every = [Span(0, layer, layer + 1, token, token + 1) for layer in range(2) for token in range(2048)]
+    for part in range(64):
         assert not coverage.full
-        assert coverage.add(layer, tuple(Span(0, layer, layer + 1, token, token + 1) for token in range(4096)))
+        assert coverage.add(part, tuple(every[64 * part : 64 * part + 64]))
     assert coverage.full
     assert compared <= FEW * FEW
     with pytest.raises(ValueError, match="a second time"):
-        coverage.add(2, (Span(0, 0, 1, 7, 8),))
+        coverage.add(64, (Span(0, 0, 1, 7, 8),))
+
+
+def test_a_part_in_splinters_is_refused() -> None:
+    """Each of them would have to be planned; no producer cuts what it owes into that many."""
+    splinters = tuple(Span(0, 0, 1, token, token + 1) for token in range(2 * SPLINTERS + 1))
+    coverage = Coverage((Span(0, 0, 1, 0, 1000),))
+    assert coverage.add(0, splinters[1:])
+    with pytest.raises(ValueError, match="comes in 129 spans of 1"):
+        Coverage(coverage.owed).add(0, splinters)

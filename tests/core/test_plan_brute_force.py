@@ -25,6 +25,8 @@ from pushkv.core.plan import plan_copy
 from pushkv.core.span import Span
 from pushkv.core.template import PairTemplate, writers
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of cases each, on whatever else the machine does
+
 CASES = int(os.environ.get("PUSHKV_PLAN_CASES", "2000"))
 WAYS = ("whole", "parts", "split", "slot")
 VLLM = ("LBHNSC", "LBNHSC", "LHBNSC", "BLHNSC", "BLNHSC", "BHLNSC", "LSBHNC", "SLBNHC", "BLSNHC", "LBHSNC")

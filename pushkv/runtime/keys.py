@@ -93,6 +93,8 @@ def _lines_of(path: Path) -> list[str]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cluster key file {path} is no text; make one with `pushkv keygen`.") from error
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"cluster key file {str(path)!r:.80} is no file's name: {error}.") from error
     if mode & 0o077:
         raise ConfigError(f"cluster key file {path} can be read by others (mode {mode & 0o777:o}); chmod 600 it.")
     keys = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
@@ -102,7 +104,12 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _at_most_two(texts: Iterable[str], where: str) -> tuple[ClusterKey, ...]:
-    keys = tuple(parse_key(text) for text in texts)
+    keys = []
+    for number, text in enumerate(texts, 1):
+        try:
+            keys.append(parse_key(text))
+        except ConfigError as error:
+            raise ConfigError(f"{where}, key {number}: {error}") from error
     if len(keys) > 2:
         raise ConfigError(f"{where} holds {len(keys)} cluster keys; at most two are valid while one is rotated out.")
-    return keys
+    return tuple(keys)

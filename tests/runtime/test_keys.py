@@ -131,3 +131,18 @@ def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=f"cluster key file {path} is no text"):
         load_keys(str(path))
+
+
+def test_what_is_no_key_is_found_by_its_file_and_number(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(f"# ours\n{new_key()}\n{new_key()[:20]}\n")
+    with pytest.raises(ConfigError, match=rf"{file}, key 2: a cluster key of 20 characters"):
+        load_keys(str(file))
+    with pytest.raises(ConfigError, match=r"PUSHKV_CLUSTER_KEY, key 1"):
+        load_keys(environment={"PUSHKV_CLUSTER_KEY": "half"})
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(ConfigError, match="is no file's name"):
+        load_keys("/etc/pushkv\0key")

@@ -37,6 +37,12 @@ def asked(backend: MemoryBackend, what: str, ask: Callable[[], T]) -> T:
     return _asked(backend, what, ask, passing=PushKVError)
 
 
+def blamed(backend: MemoryBackend, what: str, error: BaseException) -> BackendError:
+    """The error that says what a backend could not do, and that it is its own."""
+    told = f"{type(error).__name__}: {first_line(error)}"
+    return BackendError(f"memory backend {backend.name!r} {what}, {told}; report it to its author")
+
+
 def has_passed(fence: Fence) -> bool:
     """Whether a fence has passed. Raises whatever it raises, and BackendError where it says neither yes nor no."""
     done = fence.done()
@@ -63,5 +69,4 @@ def _asked(
     except (KeyboardInterrupt, passing):
         raise
     except BaseException as error:  # also SystemExit: a plug-in that leaves takes nobody along
-        told = f"{type(error).__name__}: {first_line(error)}"
-        raise BackendError(f"memory backend {backend.name!r} {what}, {told}; report it to its author") from error
+        raise blamed(backend, what, error) from error

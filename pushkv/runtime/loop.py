@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import IntEnum
 from queue import Empty, SimpleQueue
 
 from pushkv.runtime.turn import Abandoned
@@ -31,6 +32,20 @@ BATCH = 256
 """How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""
 
 
+class Urgency(IntEnum):
+    """What a transfer thread waits for, the more urgent the higher."""
+
+    NOTHING = 0
+    PEER = 1
+    """Which knocks."""
+    WRITE = 2
+    """Or the engine's own work, before a fence."""
+    COPY = 3
+    """Or a WRITE into a slot that the next one waits for."""
+    NO_ONE = 4
+    """There is work to do."""
+
+
 class Work(ABC):
     """What a transfer thread does: one side of the protocol."""
 
@@ -47,9 +62,8 @@ class Work(ABC):
         """When the machine's next timer is due, on the monotonic clock."""
 
     @abstractmethod
-    def urgency(self) -> int:
-        """0: nothing is open; 1: a peer is awaited, which knocks; 2: a WRITE or the engine is; 3: a copy; 4: there is
-        work to do."""
+    def urgency(self) -> Urgency:
+        """What it waits for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -147,8 +161,7 @@ class TransferThread:
 
     def _pause(self, quiet: float) -> float:
         """How long to sleep, having heard nothing for ``quiet`` seconds."""
-        urgency = self._work.urgency()
-        most = (self._idle_poll, self._due_poll, SOON, QUICK, 0.0)[urgency]
+        most = (self._idle_poll, self._due_poll, SOON, QUICK, 0.0)[self._work.urgency()]
         pause = min(max(quiet / CALM, QUICK), most)
         due = self._work.next_due()
         return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

@@ -20,6 +20,7 @@ from pushkv.errors import HandshakeError, PeerLost, PushKVError, TransportError
 from pushkv.runtime import wire
 from pushkv.runtime.control import Route
 from pushkv.runtime.gathering import Gathering
+from pushkv.runtime.loop import Urgency
 from pushkv.runtime.pair import Pair, addresses
 from pushkv.runtime.posting import pieces
 from pushkv.runtime.side import Shared
@@ -48,11 +49,12 @@ class Producing(Gathering):
         self.strand(detail, now)
         self.end_all(now, Outcome.TRANSPORT_ERROR, detail)
 
-    def urgency(self) -> int:
+    def urgency(self) -> Urgency:
         """WRITEs in flight need polling, and so do fences; the next slice waits for nothing."""
         if self.slicing:
-            return 4
-        return max(2 if self._writes or self._fenced else 0, super().urgency())
+            return Urgency.NO_ONE
+        waits = self._writes or self._fenced
+        return max(Urgency.WRITE if waits else Urgency.NOTHING, super().urgency())
 
     def look(self, now: float) -> bool:
         """As for any side, after the fences."""

@@ -17,7 +17,7 @@ from pushkv.runtime import wire
 from pushkv.runtime.control import Route
 from pushkv.runtime.copying import Job, Told
 from pushkv.runtime.digest import Reader
-from pushkv.runtime.loop import AWAKE
+from pushkv.runtime.loop import AWAKE, Urgency
 from pushkv.runtime.pair import Pair
 from pushkv.runtime.peering import CLOSED, Machine, Peering, Shared
 from pushkv.runtime.turn import WatchedTransport
@@ -164,13 +164,13 @@ class Side(Peering):
         """When the machine's next timer is due."""
         return self._base_machine.timers.next()
 
-    def urgency(self) -> int:
+    def urgency(self) -> Urgency:
         """Something open is awaited at least; copies need polling, and those to be queued wait for nothing."""
         if self._copies:
-            return 4
+            return Urgency.NO_ONE
         if self.copier.busy:
-            return 3
-        return 1 if self._base_machine.open_transfers else 0
+            return Urgency.COPY
+        return Urgency.PEER if self._base_machine.open_transfers else Urgency.NOTHING
 
     def close(self) -> None:
         """Close the data mover, and end the copies."""

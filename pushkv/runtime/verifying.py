@@ -21,6 +21,7 @@ from pushkv.core.parts import part_bytes
 from pushkv.core.span import splintered
 from pushkv.errors import ProtocolError, PushKVError
 from pushkv.runtime.digest import Digest
+from pushkv.runtime.loop import Urgency
 from pushkv.runtime.pair import Pair, tables
 from pushkv.runtime.side import Shared, Side
 
@@ -66,9 +67,9 @@ class Verifying(Side):
         self._fading: set[TransferKey] = set()
         """Transfers whose blocks are released, and which the machine may still know."""
 
-    def urgency(self) -> int:
+    def urgency(self) -> Urgency:
         """A look waits for nothing."""
-        return 4 if self._looks else super().urgency()
+        return Urgency.NO_ONE if self._looks else super().urgency()
 
     def look(self, now: float) -> bool:
         """As for any side, after a while of verifying."""

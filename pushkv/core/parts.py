@@ -28,7 +28,7 @@ PartCopy = CopyPlan | LaidCopy
 def span_bytes(template: PairTemplate, span: Span) -> int:
     """How many bytes of a slot the span takes."""
     pair = template.pairs[span.group]
-    return (span.layer_stop - span.layer_start) * pair.common.count(_tokens(span)) * _unit(pair)
+    return span.layers * pair.common.count(_tokens(span)) * _unit(pair)
 
 
 def part_bytes(template: PairTemplate, spans: Iterable[Span]) -> int:
@@ -96,7 +96,7 @@ def _pieces(pair: GroupPair, span: Span, room: int) -> Iterator[Span]:
         raise GeometryError(
             f"One token of one layer of group {pair.number} has {unit} bytes and a slot {room}: set larger slots."
         )
-    layers, tokens = span.layer_stop - span.layer_start, span.token_stop - span.token_start
+    layers, tokens = span.layers, span.tokens
     state = pair.source.kind is Kind.STATE
     row = unit * (1 if state else tokens)
     if layers * row <= room:

@@ -191,7 +191,7 @@ class PairTemplate:
         """Whether this producer rank ever owes this consumer rank anything."""
         return any(pair.heads and pair.layers for pair in self.pairs)
 
-    @property
+    @cached_property
     def striped(self) -> bool:
         """Whether it depends on a request's tokens if anything is owed of it."""
         return not all(pair.common.every for pair in self.pairs)

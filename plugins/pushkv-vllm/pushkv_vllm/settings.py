@@ -109,8 +109,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             # vLLM shares whole blocks only, so that the last one of a prompt is its request's alone.
             free_tail=True,
             layers=self.layers(device),
-            **self._landing(device),
-            **_looks(device),
+            **self._by_device(device),
             # The connector pins what waits for proof; the engine sees by its free blocks how much that is.
             quarantine_limit=1.0,
         )
@@ -119,16 +118,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether a prefill engine on this type of device stages layers of a step."""
         return self.stream == "layer" or (self.stream == "auto" and device == "cuda")
 
-    def _landing(self, device: str) -> dict[str, Any]:
+    def _by_device(self, device: str) -> dict[str, Any]:
         gpu = device == "cuda"
         way = self.landing if self.landing != "device" else "auto" if gpu else "direct"
         slot = self.slot_bytes or (GPU_SLOT if gpu else 0)
         sizes = {"landing_bytes": self.landing_bytes or (4 * slot if slot else 0), "slot_bytes": slot}
-        return {"landing": way, **{name: size for name, size in sizes.items() if size}}
-
-
-def _looks(device: str) -> dict[str, Any]:
-    return {"due_poll": GPU_DUE_POLL} if device == "cuda" else {}
+        looks = {"due_poll": GPU_DUE_POLL} if gpu else {}
+        return {"landing": way, **{name: size for name, size in sizes.items() if size}, **looks}
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> Settings:

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from pushkv import Consumer, Ended, Outcome, Producer
 from pushkv.errors import GeometryError
 from pushkv.runtime.factory import TransportFactory
+from pushkv.runtime.streaming import WORTH
 from pushkv_vllm import compat
 from pushkv_vllm.context import Context
 from pushkv_vllm.directives import Directives, Reports
@@ -20,14 +21,14 @@ from pushkv_vllm.wake import Bell
 from pushkv_vllm.worker.decode import DecodeWorker, News
 from pushkv_vllm.worker.geometry import EngineCache, describe, describe_cross_layer, model_digest
 from pushkv_vllm.worker.kernel import check_cpu_kernel
-from pushkv_vllm.worker.layers import Layers
+from pushkv_vllm.worker.layers import TIMES, Layers
 from pushkv_vllm.worker.prefill import PrefillWorker
 from pushkv_vllm.worker.ranks import Ranks
 
 logger = init_logger("vllm.pushkv.worker")
 
-STEP_OF_LAYERS = 32 << 20
-"""Bytes of KV of a step of which ``auto`` tells layer by layer: eight times the least part that it lets go early."""
+STEP_OF_LAYERS = TIMES * WORTH
+"""Bytes of KV of a step of which ``auto`` tells layer by layer: so that each part is one that it lets go early."""
 CLOSING = 5.0
 """For how many seconds shutting down waits for custody to end."""
 
@@ -107,7 +108,7 @@ class WorkerHalf:
             own = settings.endpoint(engine, ranks.rank, first if ranks.rank == 0 else 0, cache.device)
             producer = Producer(own, cache.cache, transport=self._transport)
             producer.introduce(ranks.gather(producer.address))
-            least = {"layer": 0, "auto": STEP_OF_LAYERS}.get(settings.stream, 0)
+            least = STEP_OF_LAYERS if settings.stream == "auto" else 0
             layers = Layers(cache.cache.geometry, least, own.slot_bytes) if own.layers else None
             self._prefill = PrefillWorker(producer, cache, settings.hold, layers)
             self._endpoints.append(producer)

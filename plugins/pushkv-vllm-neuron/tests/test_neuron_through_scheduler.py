@@ -61,14 +61,10 @@ def test_a_mix_of_requests(scene: Any, prefill: dict[str, Any], decode: dict[str
     assert told["received"] + told.get("declined", 0) == len(prompts)
 
 
-@pytest.mark.parametrize("trainium", ["kv_producer", "kv_consumer"])
-def test_a_gpu_on_the_other_side(scene: Any, trainium: str) -> None:
-    """Another order, another block size, K and V in one block against apart, and twice the ranks."""
+def with_a_gpu(scene: Any, trainium: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Serve a prompt with Trainium in this role, and a GPU in the other."""
     gpu = "kv_consumer" if trainium == "kv_producer" else "kv_producer"
-    engines = {
-        trainium: scene.engine(Shape(role=trainium, **BLOCK)),
-        gpu: scene.gpu(Shape(role=gpu, block_size=16, ranks=2)),
-    }
+    engines = {trainium: scene.engine(Shape(role=trainium, **ours)), gpu: scene.gpu(Shape(role=gpu, **theirs))}
     prefill, decode = engines["kv_producer"], engines["kv_consumer"]
     one, other = legs(prefill, "t")
     prefill.add("p", LONG, one)
@@ -76,6 +72,12 @@ def test_a_gpu_on_the_other_side(scene: Any, trainium: str) -> None:
     until(lambda: "d" in decode.finished, prefill, decode)
     assert decode.tokens["d"] == continued(LONG, 3)
     assert decode.loaded["d"] == len(LONG) - 1
+
+
+@pytest.mark.parametrize("trainium", ["kv_producer", "kv_consumer"])
+def test_a_gpu_on_the_other_side(scene: Any, trainium: str) -> None:
+    """Another order, another block size, K and V in one block against apart, and twice the ranks."""
+    with_a_gpu(scene, trainium, BLOCK, {"block_size": 16, "ranks": 2})
 
 
 @pytest.mark.parametrize("tokens", [32, 33, 150])
@@ -174,19 +176,8 @@ def test_ranks_that_share_tokens_out_stream_and_pack(scene: Any) -> None:
 @pytest.mark.parametrize("trainium", ["kv_producer", "kv_consumer"])
 def test_a_gpu_against_ranks_that_share_tokens_out(scene: Any, trainium: str) -> None:
     """The GPU's too, in runs of 4 tokens; another order of axes and another block size."""
-    gpu = "kv_consumer" if trainium == "kv_producer" else "kv_producer"
     dealt = {"heads": 1, "ranks": 2, "context": 2}
-    engines = {
-        trainium: scene.engine(Shape(role=trainium, **BLOCK, **dealt)),
-        gpu: scene.gpu(Shape(role=gpu, block_size=16, interleave=4, **dealt)),
-    }
-    prefill, decode = engines["kv_producer"], engines["kv_consumer"]
-    one, other = legs(prefill, "t")
-    prefill.add("p", LONG, one)
-    decode.add("d", LONG, other, 3)
-    until(lambda: "d" in decode.finished, prefill, decode)
-    assert decode.tokens["d"] == continued(LONG, 3)
-    assert decode.loaded["d"] == len(LONG) - 1
+    with_a_gpu(scene, trainium, {**BLOCK, **dealt}, {"block_size": 16, "interleave": 4, **dealt})
 
 
 def test_without_the_fence_what_arrives_is_not_kv(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,15 +61,19 @@ class Balance:
         assert [len(engine.scheduler.connector._scheduler._pins) for engine in self.engines] == [0] * len(self.free)
 
 
-def serve_eight(prefill: FakeEngine, decode: FakeEngine) -> None:
-    """Eight prompts of 21 to 28 tokens at once, 30 tokens each: every token is right, and every block comes back."""
+def serve(prefill: FakeEngine, decode: FakeEngine, prompts: dict[str, list[int]], tokens: int) -> None:
+    """These prompts at once, so many tokens each: every token is right, and every block comes back."""
     balance = Balance(prefill, decode)
-    prompts = {f"r{number}": [number + 3, *PROMPT[: 20 + number]] for number in range(8)}
     for name, prompt in prompts.items():
         one, other = legs(prefill, name)
         prefill.add(f"p-{name}", prompt, one)
-        decode.add(f"d-{name}", prompt, other, 30)
+        decode.add(f"d-{name}", prompt, other, tokens)
     until(lambda: len(decode.finished) == len(prompts), prefill, decode)
     for name, prompt in prompts.items():
-        assert decode.tokens[f"d-{name}"] == continued(prompt, 30)
+        assert decode.tokens[f"d-{name}"] == continued(prompt, tokens)
     balance.settle()
+
+
+def serve_eight(prefill: FakeEngine, decode: FakeEngine) -> None:
+    """Eight prompts of 21 to 28 tokens at once, 30 tokens each."""
+    serve(prefill, decode, {f"r{number}": [number + 3, *PROMPT[: 20 + number]] for number in range(8)}, 30)

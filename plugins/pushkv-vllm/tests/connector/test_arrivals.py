@@ -26,6 +26,18 @@ def offered(engine: FakeEngine) -> bool:
     return all(load.transfer is not None for half in halves for load in half._loads.values())
 
 
+def under_way(scene: Scene, ranks: int, others: list[str]) -> tuple[FakeEngine, FakeEngine, Balance]:
+    """A pair whose decode engine has offered a load, "d", and computes for ``others`` meanwhile."""
+    prefill, decode = pair(scene, decode={"ranks": ranks})
+    balance = Balance(prefill, decode)
+    for name in others:
+        decode.add(name, PROMPT[:9], None, 400)
+    decode.add("d", PROMPT, legs(prefill, "t")[1], 3)
+    decode.step()
+    until(lambda: offered(decode), decode)
+    return prefill, decode, balance
+
+
 def all_have_rung(engine: FakeEngine) -> bool:
     """Whether all of its ranks have told of one load."""
     half = engine.scheduler.connector._scheduler
@@ -40,17 +52,10 @@ class TestThroughTheScheduler:
         self, scene: Scene, ranks: int, others: list[str]
     ) -> None:
         """A step is queued while the KV is on its way; once that is there, the next step computes with it."""
-        prefill, decode = pair(scene, decode={"ranks": ranks})
-        balance = Balance(prefill, decode)
-        one, other = legs(prefill, "t")
-        for name in others:
-            decode.add(name, PROMPT[:9], None, 400)
-        decode.add("d", PROMPT, other, 3)
-        decode.step()
-        until(lambda: offered(decode), decode)
+        prefill, decode, balance = under_way(scene, ranks, others)
         queued, result = queue(decode)
         assert list(queued.num_scheduled_tokens) == others
-        prefill.add("p", PROMPT, one)
+        prefill.add("p", PROMPT, legs(prefill, "t")[0])
         until(lambda: all_have_rung(decode), prefill)
         decode.scheduler.update_from_output(queued, result)
         following, result = queue(decode)
@@ -78,12 +83,7 @@ class TestThroughTheScheduler:
         decode.abort("d")
 
     def test_a_load_of_which_one_rank_alone_has_told_waits(self, scene: Scene) -> None:
-        prefill, decode = pair(scene, decode={"ranks": 2})
-        one, other = legs(prefill, "t")
-        decode.add("runs", PROMPT[:9], None, 400)
-        decode.add("d", PROMPT, other, 3)
-        decode.step()
-        until(lambda: offered(decode), decode)
+        prefill, decode, _ = under_way(scene, 2, ["runs"])
         queued, result = queue(decode)
         half = decode.scheduler.connector._scheduler
         half._decode.arrivals.tell(1, half._decode.arrivals._loads["d"])
@@ -91,20 +91,14 @@ class TestThroughTheScheduler:
         following, result = queue(decode)
         assert list(following.num_scheduled_tokens) == ["runs"]
         decode.scheduler.update_from_output(following, result)
-        prefill.add("p", PROMPT, one)
+        prefill.add("p", PROMPT, legs(prefill, "t")[0])
         until(lambda: "d" in decode.finished, prefill, decode)
         assert decode.tokens["d"] == continued(PROMPT, 3)
 
     def test_aborted_once_it_is_there(self, scene: Scene) -> None:
-        prefill, decode = pair(scene)
-        balance = Balance(prefill, decode)
-        one, other = legs(prefill, "t")
-        decode.add("runs", PROMPT[:9], None, 400)
-        decode.add("d", PROMPT, other, 3)
-        decode.step()
-        until(lambda: offered(decode), decode)
+        prefill, decode, balance = under_way(scene, 1, ["runs"])
         queued, result = queue(decode)
-        prefill.add("p", PROMPT, one)
+        prefill.add("p", PROMPT, legs(prefill, "t")[0])
         until(lambda: all_have_rung(decode), prefill)
         decode.abort("d")
         decode.scheduler.update_from_output(queued, result)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import PROMPT, Balance, continued, counts, legs, pair
-from fake_engine import Scene, Shape, until
+from cases import PROMPT, counts, pair, serve
+from fake_engine import Scene, Shape
 
 from pushkv.core.geometry import Stripe
 from pushkv.errors import ConfigError
@@ -31,17 +31,10 @@ DEALT = {"heads": 1, "ranks": 2, "context": 2}
 )
 def test_either_side_may_share_tokens_out(scene: Scene, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     source, target = pair(scene, prefill, decode)
-    balance = Balance(source, target)
     prompts = {f"r{n}": [n + 3, *PROMPT[: tokens - 1]] for n, tokens in enumerate((2, 5, 9, 16, 41))}
+    serve(source, target, prompts, 12)
     for name, prompt in prompts.items():
-        one, other = legs(source, name)
-        source.add(f"p-{name}", prompt, one)
-        target.add(f"d-{name}", prompt, other, 12)
-    until(lambda: len(target.finished) == len(prompts), source, target)
-    for name, prompt in prompts.items():
-        assert target.tokens[f"d-{name}"] == continued(prompt, 12)
         assert target.loaded[f"d-{name}"] == len(prompt) - 1
-    balance.settle()
     assert counts(target) == {"received": len(prompts)}
 
 

@@ -122,6 +122,28 @@ def test_vllms_cpu_cache_is_columns_of_k_then_rows_of_v() -> None:
     assert [layer.name for group in (keys, values) for layer in group.layers] == ["layer.0/k", "layer.0/v"]
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(4, 8), (8, 4), (4, 6)])
+def test_vllms_cpu_blocks_of_two_sizes_move_a_column_of_keys_at_once(ours: int, theirs: int) -> None:
+    """Between blocks of two sizes keys leave by the content element, not by the element and token."""
+    source, target = (numbers("BHNC", B=8, N=size, C=12) for size in (ours, theirs))
+    target[:] = -1
+    sides = [Geometry(vllm_cpu({"layer.0": read_array(memory)}, ALL)) for memory in (source, target)]
+    ids = [np.random.default_rng(size).permutation(8).astype(np.int32)[: -(-21 // size)] for size in (ours, theirs)]
+    tables = [[BlockTable(0, one)] * 2 for one in ids]
+    plan = plan_copy(sides[0], sides[1], tables[0], tables[1], (0, 21))
+    segments = len({start // ours + start // theirs * 100 for start in range(21)})
+    assert plan.descriptors <= segments * 2 * (6 + 1)
+    here, there = (memory.reshape(-1).view(np.uint8) for memory in (source, target))
+    for left, right, size in zip(plan.source_offset, plan.target_offset, plan.length, strict=True):
+        there[right : right + size] = here[left : left + size]
+    for group, token, h, c in product((0, 1), range(21), range(2), range(6)):
+        left, right = (
+            element(side.groups[group], memory, 0, 0, int(one[token // size]), h, token % size, c)
+            for side, memory, one, size in zip(sides, (source, target), ids, (ours, theirs), strict=True)
+        )
+        assert left == right
+
+
 def test_neurons_cache() -> None:
     memory = numbers("SBHNC")
     group = neuron_layers({"layer.0": read_array(memory)}, ALL)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,8 @@ def refer(request: pytest.FixtureRequest, folder: Path, write: Callable[[Model],
         key = f"e2e/{digest}"
         kept = request.config.cache.get(key, None)
         if kept is None:
-            server = VllmServer(f"single-{model.name}", write(model), folder, arguments=Side().arguments())
+            side = Side(more=model.arguments)
+            server = VllmServer(f"single-{model.name}", write(model), folder, arguments=side.arguments())
             server.start()
             try:
                 server.wait_up()
@@ -93,6 +95,7 @@ def launch(connector: Connector, write: Callable[[Model], Path], tmp_path_factor
     """Starts a prefill server and decode servers of a model; their logs stay in a folder of their own."""
 
     def start(model: Model, prefill: Side, *decodes: Side) -> AbstractContextManager[Cluster]:
-        return running(Cluster(connector, write(model), tmp_path_factory.mktemp("servers"), prefill, *decodes))
+        sides = [replace(side, more=model.arguments) for side in (prefill, *decodes)]
+        return running(Cluster(connector, write(model), tmp_path_factory.mktemp("servers"), *sides))
 
     return start

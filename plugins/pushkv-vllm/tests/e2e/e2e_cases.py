@@ -11,4 +11,6 @@ FAMILIES = make_families(2, 4, 8, 1500, 300)
 FULL_PROMPTS: list[Prompt] = MIXED + FAMILIES
 WINDOWED = make_prompts(3, 32, 3000)
 """For models with windows of 512."""
+LATENTS = make_prompts(5, 40, 1000)
+"""For models with latent rows, whose attention on CPU is plain and slow."""
 SHORT = [prompt for prompt in MIXED if len(prompt) <= 1000]

@@ -54,7 +54,8 @@ CONNECTORS = {"pushkv": OURS, "stock-pull": STOCK_PULL, "stock-push": STOCK_PUSH
 
 @dataclass(frozen=True)
 class Side:
-    """How a server is set up. ``chunk`` is how many tokens a step computes at most, ``blocks`` the cache's size."""
+    """How a server is set up. ``chunk`` is how many tokens a step computes at most, ``blocks`` the cache's size;
+    ``more`` is what its model needs to be told."""
 
     tp: int = 1
     pp: int = 1
@@ -66,6 +67,7 @@ class Side:
     policy: str = "fail"
     extra: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -77,7 +79,8 @@ class Side:
         caching = "--enable-prefix-caching" if self.caching else "--no-enable-prefix-caching"
         return ["--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp),
                 "--data-parallel-size", str(self.dp), "--block-size", str(self.block), "--num-gpu-blocks-override",
-                str(self.blocks), "--max-num-batched-tokens", str(self.chunk), caching, *self._stages()]  # fmt: skip
+                str(self.blocks), "--max-num-batched-tokens", str(self.chunk), caching,
+                *self._stages(), *self.more]  # fmt: skip
 
     def _stages(self) -> list[str]:
         """On CPU only a warm-up makes what a later stage receives into, and vLLM 0.32 warms up nothing eager."""

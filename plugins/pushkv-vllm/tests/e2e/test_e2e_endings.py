@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from e2e_cases import FULL_PROMPTS, SHORT
 from e2e_cluster import Cluster, Connector, Side
-from e2e_load import Prompt, Reference, RequestError, body, post, session
+from e2e_load import Prompt, Reference, RequestError, at_once, body, post, session
 from e2e_model import FULL
 from e2e_server import until
 
@@ -164,3 +164,40 @@ def test_prefill_dies_after_the_handshake(cluster: Cluster, reference: Reference
         return found
 
     run_case(cluster, reference, prompt, case)
+
+
+def test_prefill_killed_and_restarted_under_load(cluster: Cluster, reference: Reference, prompt: Prompt) -> None:
+    """Decode that fails answers rightly or with an error; decode that recomputes answers everything, and rightly."""
+    prompts = [one for one in reference.known(SHORT) if len(one) > 32][:32]
+
+    async def one(client: Any, prompt: Prompt) -> list[Any]:
+        transfers = fresh()
+        legs = [prefill_leg(cluster, client, prompt, transfer) for transfer in transfers]
+        decoding = asyncio.create_task(decode_legs(cluster, client, prompt, transfers))
+        await asyncio.gather(*legs, return_exceptions=True)
+        return await decoding
+
+    async def under_load() -> list[Any]:
+        async with session() as client:
+            load = asyncio.create_task(at_once([lambda prompt=prompt: one(client, prompt) for prompt in prompts], 8))
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(cluster.prefill.kill)
+            cluster.prefill.start()
+            await asyncio.to_thread(cluster.prefill.wait_up)
+            return await load
+
+    recomputing = cluster.decodes[1]
+    before = recomputing.metrics().sum("vllm:pushkv_failed")
+    results = asyncio.run(under_load())
+    for result in results:
+        assert isinstance(result, list), result
+    answered = [(prompt, left) for prompt, (left, _) in zip(prompts, results, strict=True) if isinstance(left, tuple)]
+    reference.check([prompt for prompt, _ in answered], [left for _, left in answered])
+    failed = [left for left, _ in results if not isinstance(left, tuple)]
+    assert failed, "nothing was in flight when the server was killed"
+    assert all(isinstance(left, RequestError) and left.status >= 500 for left in failed), failed
+    reference.check(prompts, [right for _, right in results])
+    recomputing.step()
+    assert recomputing.metrics().sum("vllm:pushkv_failed") > before, "nothing had to be recomputed"
+    cluster.all_free()
+    both_sides_work(cluster, reference, prompt)

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
-from e2e_cases import FAMILIES, FULL_PROMPTS, SHORT, WINDOWED
+from e2e_cases import FAMILIES, FULL_PROMPTS, LATENTS, SHORT, WINDOWED
 from e2e_cluster import Cluster, Connector, Side
 from e2e_load import Prompt, Reference, ask_all
-from e2e_model import FULL, HYBRID, WINDOW, Model
+from e2e_model import FULL, HYBRID, LATENT, WINDOW, Model
 
 pytestmark = pytest.mark.servers
 
@@ -34,16 +34,18 @@ CASES = {
     "windows-in-every-other-layer": Case(HYBRID, Side(chunk=512), Side(chunk=512), (WINDOWED,), WINDOWED),
     "tp-2-to-1": Case(FULL, Side(tp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
     "tp-1-to-2": Case(FULL, Side(), Side(tp=2), (SHORT[:40],), FULL_PROMPTS),
+    "pp-2-to-1": Case(FULL, Side(pp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
+    "blocks-of-32-to-64": Case(FULL, Side(), Side(block=64, blocks=512), (SHORT[:40],), FULL_PROMPTS),
+    "blocks-of-64-to-32": Case(FULL, Side(block=64, blocks=512), Side(), (SHORT[:40],), FULL_PROMPTS),
+    "latent-rows": Case(LATENT, Side(), Side(), (LATENTS,), LATENTS),
 }
 LONG = {
     "windows-in-all-layers": Case(WINDOW, Side(), Side(), (WINDOWED,), WINDOWED),
     "windows-and-caching": Case(HYBRID, Side(caching=True), Side(caching=True), (WINDOWED, WINDOWED), WINDOWED),
     "caching-in-decode-alone": Case(FULL, Side(), Side(caching=True), TWICE, FULL_PROMPTS),
-    "blocks-of-32-to-64": Case(FULL, Side(), Side(block=64, blocks=512), (SHORT,), FULL_PROMPTS),
-    "blocks-of-64-to-32": Case(FULL, Side(block=64, blocks=512), Side(), (SHORT,), FULL_PROMPTS),
     "tp-2-to-2": Case(FULL, Side(tp=2), Side(tp=2), (SHORT,), FULL_PROMPTS),
-    "pp-2-to-1": Case(FULL, Side(pp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
     "pp-1-to-2": Case(FULL, Side(), Side(pp=2), (SHORT[:40],), FULL_PROMPTS),
+    "latent-rows-tp-1-to-2": Case(LATENT, Side(), Side(tp=2), (LATENTS,), LATENTS),
     "dp-2-to-1": Case(FULL, Side(dp=2), Side(), (SHORT[:40],), FULL_PROMPTS),
 }
 PARAMETERS = [pytest.param(case, id=name) for name, case in CASES.items()]

@@ -110,7 +110,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     silence: float = 5.0
     stall: float = 5.0
     idle_poll: float = 0.05
-    due_poll: float = 0.001
+    due_poll: float = 0.005
 
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, ("nixl", "memory"))

@@ -1,13 +1,15 @@
 """PushKVConnector beside vLLM's own push and pull connectors: TTFT, TPOT and handoff, in the same run.
 
-``python vllm_side_by_side.py`` in the environment of the end-to-end tests. A pair of servers for each connector is
-up at the same time, each pair with the same router in front; they take turns, round by round, so that whatever else
-the machine does meets all of them. Prompts are random and answered greedily, prefix caching is off: all KV moves. The
-stock connectors get the two changes in ``stock_on_cpu.py``, without which they stall on a machine of few cores.
+``python vllm_side_by_side.py`` in the environment of the end-to-end tests. There is a pair of servers for each
+connector, each pair with the same router in front; they take turns, round by round, so that whatever else the machine
+does meets all of them, and stand still while it is another's turn. Prompts are random and answered greedily, prefix
+caching is off: all KV moves. The stock connectors get the two changes in ``stock_on_cpu.py``, without which they stall
+on a machine of few cores.
 
-*TTFT* is from sending a request to its first token. *Handoff* is TTFT minus the prefill leg, which is measured with
-the same prompts at the prefill server, alone. *TPOT* is the mean time from token to token after the first. Medians of
-all rounds are printed, as a table and as JSON; equal answers are checked.
+*TTFT* is from sending a request to its first token, *prefill* the duration of its prefill leg, and *handoff* the
+difference of the two by the router's clock, the mean of a round. *TPOT* is the mean time from token to token after
+the first. Medians of all rounds are printed, as a table and as JSON; equal answers are checked. A request that is not
+answered within :data:`PATIENCE` seconds is an error, and is in no median.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 
 from e2e_cluster import CONNECTORS, Cluster, Side, running
-from e2e_load import Prompt, at_once, body, post, session, stream
+from e2e_load import Prompt, at_once, body, session, stream
 from e2e_model import FULL, VOCABULARY
 from e2e_server import Router
 
-MEASURES = ("ttft", "handoff", "tpot")
+PATIENCE = 60.0
+MEASURES = ("ttft", "prefill", "handoff", "tpot")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Seen:
     """What was measured of one connector in one cell, in seconds; ``answers`` by prompt."""
 
     ttft: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
     handoff: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     answers: dict[Prompt, Prompt] = field(default_factory=dict)
@@ -109,21 +114,30 @@ async def measure(
                 ]
                 for name in chance.sample(list(routers), len(routers)):
                     kept = seen[name][cell] if number else Seen()
-                    await one_round(client, clusters[name], routers[name], cell, prompts, options.answer, kept)
+                    with alone(name, clusters):
+                        await one_round(client, routers[name], cell, prompts, options.answer, kept)
             print(f"round {number} of {options.rounds}", file=sys.stderr)
             if time.monotonic() > end:
                 break
     return seen
 
 
-async def one_round(client: Any, cluster: Cluster, router: Router, cell: Cell, prompts: list[Prompt], answer: int,
-                    seen: Seen) -> None:  # fmt: skip
-    """All prompts through the router, and to the prefill server alone."""
+@contextmanager
+def alone(name: str, clusters: dict[str, Cluster]) -> Iterator[None]:
+    """Have all pairs but one stand still."""
+    others = [server for other, cluster in clusters.items() if other != name for server in cluster.servers]
+    for server in others:
+        server.pause()
+    try:
+        yield
+    finally:
+        for server in others:
+            server.go_on()
 
-    async def prefill(prompt: Prompt) -> float:
-        began = time.perf_counter()
-        await post(client, cluster.prefill.url, body(prompt) | {"max_tokens": 1})
-        return time.perf_counter() - began
+
+async def one_round(client: Any, router: Router, cell: Cell, prompts: list[Prompt], answer: int,
+                    seen: Seen) -> None:  # fmt: skip
+    """All prompts through the router."""
 
     async def through(prompt: Prompt) -> None:
         began, times, tokens = time.perf_counter(), [], []
@@ -136,13 +150,20 @@ async def one_round(client: Any, cluster: Cluster, router: Router, cell: Cell, p
         seen.tpot.append((times[-1] - times[0]) / max(1, len(tokens) - 1))
         seen.answers[prompt] = tuple(tokens)
 
-    before = len(seen.ttft)
-    alone = await at_once([lambda prompt=prompt: prefill(prompt) for prompt in prompts], cell.at_once)
-    done = await at_once([lambda prompt=prompt: through(prompt) for prompt in prompts], cell.at_once)
-    seen.errors += [repr(one) for one in alone + done if isinstance(one, BaseException)]
-    legs = [one for one in alone if isinstance(one, float)]
-    if legs:
-        seen.handoff += [one - statistics.median(legs) for one in seen.ttft[before:]]
+    async def limited(prompt: Prompt) -> None:
+        await asyncio.wait_for(through(prompt), PATIENCE)
+
+    before = router.metrics()
+    done = await at_once([lambda prompt=prompt: limited(prompt) for prompt in prompts], cell.at_once)
+    seen.errors += [repr(one) for one in done if isinstance(one, BaseException)]
+    after = router.metrics()
+    first, leg = (
+        (after.sum(f"{name}_sum") - before.sum(f"{name}_sum"))
+        / max(1, after.sum(f"{name}_count") - before.sum(f"{name}_count"))
+        for name in ("pushkv_router_time_to_first_token_seconds", "pushkv_router_prefill_leg_seconds")
+    )
+    seen.prefill.append(leg)
+    seen.handoff.append(first - leg)
 
 
 def report(seen: dict[str, dict[Cell, Seen]], cells: list[Cell], file: Path | None) -> None:

@@ -13,9 +13,6 @@ from pushkv.errors import ConfigError
 
 Layout = Literal["block", "engine", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Landing = Literal["device", "auto", "direct", "landing"]
-GPU_DUE_POLL = 0.005
-"""Seconds between a transfer thread's looks while a peer is awaited, which knocks: a decode step of milliseconds is
-Python for most of its time there, and each look takes the interpreter from it."""
 GPU_SLOT = 256 << 20
 """Bytes of a slot on a GPU: what is done for a part takes longer than copying a small one."""
 
@@ -123,8 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         way = self.landing if self.landing != "device" else "auto" if gpu else "direct"
         slot = self.slot_bytes or (GPU_SLOT if gpu else 0)
         sizes = {"landing_bytes": self.landing_bytes or (4 * slot if slot else 0), "slot_bytes": slot}
-        looks = {"due_poll": GPU_DUE_POLL} if gpu else {}
-        return {"landing": way, **{name: size for name, size in sizes.items() if size}, **looks}
+        return {"landing": way, **{name: size for name, size in sizes.items() if size}}
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> Settings:

@@ -130,6 +130,5 @@ def test_gpus_get_landing_slots_and_others_none(
 ) -> None:
     endpoint = read_settings(extra).endpoint("P0", 0, 0, device)
     assert endpoint.landing == way
-    assert endpoint.due_poll == (0.005 if device == "cuda" else 0.001)
     if slots is not None:
         assert (endpoint.landing_bytes, endpoint.slot_bytes) == slots

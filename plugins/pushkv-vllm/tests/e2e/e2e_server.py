@@ -105,9 +105,22 @@ class Process:
         except (urllib.error.URLError, OSError):
             return False
 
+    def metrics(self) -> Metrics:
+        """What it counts now."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=300) as answer:
+            return Metrics(answer.read().decode())
+
     def tail(self, lines: int = 60) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def pause(self) -> None:
+        """Stop it and its children where they are."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo :meth:`pause`."""
+        os.killpg(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End it and its children at once."""
@@ -146,11 +159,6 @@ class VllmServer(Process):
         if kv is not None:
             command += ["--kv-transfer-config", json.dumps(kv)]
         super().__init__(name, command, folder, port, core=core, environment=environment)
-
-    def metrics(self) -> Metrics:
-        """What it counts now."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=300) as answer:
-            return Metrics(answer.read().decode())
 
     def used(self) -> float:
         """The share of KV blocks in use, as of the last step that told."""

@@ -54,11 +54,12 @@ def settings(engine: str, landing: bool, **more: Any) -> Any:
     return EndpointConfig(engine=engine, **slots, **more)
 
 
-def scattered(blocks: int, first: int = 0) -> list[int]:
-    """Blocks in the order in which a pool that has run for a while hands them out."""
+def scattered(blocks: int, seed: int = 0) -> list[int]:
+    """Blocks in the order in which a pool that has run for a while hands them out: another on each side, so that
+    what lies side by side on both is chance."""
     import numpy as np
 
-    return [int(one) + first for one in np.random.default_rng(blocks).permutation(blocks)]
+    return [int(one) for one in np.random.default_rng(seed).permutation(blocks)]
 
 
 # The prefill engine's process
@@ -100,12 +101,13 @@ def steps(producer: Any, staged: int, names: list[str]) -> list[tuple[float, flo
     for name in names:
         producer.stage(name, blocks, ready=BLOCK, **asked)
     for step in range(STEPS):
+        due = [names[(step * staged + place) % len(names)] for place in range(staged)]
+        ready.update({name: min(ready[name] + BLOCK, TOKENS - BLOCK) for name in due})
+        told = [(name, ready[name]) for name in due]
         time.sleep(0.003)
         began, worked = time.perf_counter(), time.thread_time()
-        for place in range(staged):
-            name = names[(step * staged + place) % len(names)]
-            ready[name] = min(ready[name] + BLOCK, TOKENS - BLOCK)
-            producer.stage(name, None, ready=ready[name], **asked)
+        for name, tokens in told:
+            producer.stage(name, None, ready=tokens, **asked)
         producer.events()
         taken.append(((time.perf_counter() - began) * 1e6, (time.thread_time() - worked) * 1e6))
     for name in names:
@@ -136,7 +138,7 @@ class Decode:
         """Seconds from the last stage to the outcome here."""
         self.count += 1
         name, asked = f"r{self.count}", {"prompt": PROMPT, "prompt_tokens": TOKENS}
-        transfer = self.consumer.offer(name, self.links[stream], scattered(TOKENS // BLOCK), **asked)
+        transfer = self.consumer.offer(name, self.links[stream], scattered(TOKENS // BLOCK, 1), **asked)
         time.sleep(0.05)
         self.pipe.send(("compute", stream, name, pace, 4 if stream == "layer" else 1))
         outcome = transfer.wait(60)

@@ -19,6 +19,10 @@ class Ending(OfOneProcess):
         """Whether somebody has waited and been told the outcome."""
         self.blocks: Blocks | None = None
         """A stage's, of the last call that named them, until they are asked back."""
+        self.asked: tuple[bytes, float | None] = b"", None
+        """The prompt and the deadline of a stage's last call, which were checked then."""
+        self.holds = False
+        """Whether it has blocks in custody and no outcome, so that there is nothing for :meth:`hold` to do."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._released = threading.Event()
@@ -47,6 +51,7 @@ class Ending(OfOneProcess):
                 return
             self.detail = detail
             self.outcome = outcome
+            self.holds = False
         self._ended.set()
 
     def hold(self) -> bool:
@@ -54,10 +59,12 @@ class Ending(OfOneProcess):
         with self._lock:
             if self.outcome is not None:
                 return False
-            if self._released.is_set():
-                self._released.clear()
+            self._released.clear()
+            self.holds = True
         return True
 
     def release(self) -> None:
         """Called by the endpoint."""
-        self._released.set()
+        with self._lock:
+            self.holds = False
+            self._released.set()

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from pushkv.core.outcome import Outcome
@@ -50,8 +51,7 @@ class Life(Generic[S]):
 
     def submit(self, action: Callable[[S], object]) -> None:
         """Have the transfer thread do something with its side; from any thread."""
-        side = self.side
-        self.transfer.submit(lambda: action(side))
+        self.transfer.submit(partial(action, self.side))
 
     def do(self, action: Callable[[S], object], deadline: float) -> bool:
         """Have it do something and wait for that; whether it was done by the deadline, on the monotonic clock."""

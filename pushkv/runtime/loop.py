@@ -77,6 +77,8 @@ class TransferThread:
         self._work = work
         self._idle_poll, self._due_poll = idle_poll, due_poll
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.submit: Callable[[Callable[[], object]], None] = self._inbox.put
+        """Have the thread do something; from any thread, in microseconds."""
         self._stopping = threading.Event()
         self._opened = threading.Event()
         self._failure: BaseException | None = None
@@ -90,14 +92,11 @@ class TransferThread:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, action: Callable[[], object]) -> None:
-        """Have the thread do something; from any thread, in microseconds."""
-        self._inbox.put(action)
-
     def successor(self, work: Work) -> TransferThread:
         """A thread that goes on with what has been and will be submitted to this one, which is stuck for good."""
         heir = TransferThread(self._thread.name + "-2", work, self._idle_poll, self._due_poll)
-        heir._inbox, heir._stopping, heir.errors = self._inbox, self._stopping, self.errors
+        heir._inbox, heir.submit, heir._stopping = self._inbox, self.submit, self._stopping
+        heir.errors = self.errors
         return heir
 
     def stop(self, timeout: float) -> bool:

@@ -101,7 +101,8 @@ class Producer(Endpoint[Producing]):
         ending = self._stages.get(transfer)
         if ending is None:
             self._check_new()
-        check_request(transfer, prompt, deadline)
+        if ending is None or ending.asked != (prompt, deadline):
+            check_request(transfer, prompt, deadline)
         prompt_tokens = whole(transfer, "prompt_tokens", prompt_tokens)
         ready = prompt_tokens if ready is None else whole(transfer, "ready", ready)
         if ready < prompt_tokens:  # a block that is copied whole has to be complete, unless the prompt ends in it
@@ -113,9 +114,9 @@ class Producer(Endpoint[Producing]):
         behind = fence or fence_of(self.cache)
         if ending is None:
             ending = self._stages[transfer] = Ending()
-        if not ending.hold():
+        if not ending.holds and not ending.hold():  # the first is all that most calls of an engine need
             return ending
-        ending.blocks = packed
+        ending.blocks, ending.asked = packed, (prompt, deadline)
         call = Call(transfer, packed, prompt, prompt_tokens, ready, siblings, deadline, behind, ending, counts)
         self._life.submit(lambda side: side.stage(call))
         return ending

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from pushkv.backends.answers import has_passed
 from pushkv.backends.base import Fence
@@ -22,9 +23,8 @@ log = logging.getLogger(__name__)
 _WAITS, _PASSED = "waits", "passed"
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the engine's to stage a prompt, on its way to the machine."""
+class Call(msgspec.Struct, frozen=True, eq=False):
+    """One call of the engine's to stage a prompt, on its way to the machine; made on the engine's thread, at once."""
 
     transfer: str
     blocks: Blocks

@@ -3,8 +3,8 @@
 ``python vllm_side_by_side.py`` in the environment of the end-to-end tests. There is a pair of servers for each
 connector, each pair with the same router in front; they take turns, round by round, so that whatever else the machine
 does meets all of them, and stand still while it is another's turn. Prompts are random and answered greedily, prefix
-caching is off: all KV moves. The stock connectors get the two changes in ``stock_on_cpu.py``, without which they stall
-on a machine of few cores.
+caching is off: all KV moves. The stock connectors get the two changes in ``stock_on_cpu.py``, without which they
+stall on a machine of few cores.
 
 *TTFT* is from sending a request to its first token, *prefill* the duration of its prefill leg, and *handoff* the
 difference of the two by the router's clock, the mean of a round. *TPOT* is the mean time from token to token after

@@ -45,6 +45,9 @@ UP = 240.0
 """Seconds that a server may take to start."""
 WARM = ((256, 4.0), (4096, 4.0), (16000, 4.0))
 
+SHARED = 24 << 30
+"""Bytes of the KV cache of each server where both are on one GPU."""
+
 Answer = dict[str, Any]
 
 
@@ -119,17 +122,20 @@ def write_model(folder: Path, shape: Mapping[str, int]) -> Path:
 # The servers
 
 
-def command(model: Path, port: int, cpu: bool) -> list[str]:
+def command(model: Path, port: int, options: argparse.Namespace) -> list[str]:
     """``vllm serve`` for one of the two."""
     made = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--max-num-seqs", "64",
             "--no-enable-prefix-caching", "--no-enable-log-requests"]  # fmt: skip
-    if cpu:
+    if options.cpu:
         return [*made, "--dtype", "float32", "--max-model-len", "8192", "--max-num-batched-tokens", "2048",
                 "--block-size", "32", "--num-gpu-blocks-override", "1024"]  # fmt: skip
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    first, second = options.gpus.split(",")
+    # On one GPU the two must not measure how much memory is left: each would see the other come.
+    share = ["0.4", "--kv-cache-memory-bytes", str(SHARED)] if first == second else ["0.55"]
     return [*made, "--dtype", "bfloat16", "--max-model-len", "20000", "--max-num-batched-tokens", "16384",
-            "--gpu-memory-utilization", "0.55", "--compilation-config", json.dumps(graphs)]  # fmt: skip
+            "--compilation-config", json.dumps(graphs), "--gpu-memory-utilization", *share]  # fmt: skip
 
 
 @contextmanager
@@ -144,7 +150,7 @@ def server(
         VLLM_NIXL_SIDE_CHANNEL_PORT=str(CONTROL[port]), NIXL_LOG_LEVEL="WARN", VLLM_USE_DEEP_GEMM="0",
         VLLM_USE_FLASHINFER_SAMPLER="0", **case.environment,
     )  # fmt: skip
-    arguments = [*command(model, port, options.cpu), "--kv-transfer-config", case.transfer_config(role, port)]
+    arguments = [*command(model, port, options), "--kv-transfer-config", case.transfer_config(role, port)]
     with log.open("w") as file:
         process = subprocess.Popen(
             arguments, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -355,7 +361,7 @@ def main() -> int:
     made.add_argument("--requests", type=int, default=20, help="requests a cell")
     made.add_argument("--tokens", type=int, default=128, help="tokens an answer")
     made.add_argument("--seed", type=int, default=0, help="of the arrivals")
-    made.add_argument("--gpus", default="0,1", help="of prefill and of decode")
+    made.add_argument("--gpus", default="0,1", help="of prefill and of decode; one and the same for both: 0,0")
     made.add_argument("--extra", default="", help="further kv_connector_extra_config, as JSON")
     made.add_argument("--cpu", action="store_true", help="a small model on CPUs")
     made.add_argument("--logs", default=tempfile.gettempdir(), help="folder of the servers' logs")

@@ -41,7 +41,6 @@ class Urgency(IntEnum):
     WRITE = 2
     """Or the engine's own work, before a fence."""
     COPY = 3
-    """Or a WRITE into a slot that the next one waits for."""
     NO_ONE = 4
     """There is work to do."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,21 @@ class TestTransfers:
         parts = -(-tokens // (SLOT // 128))
         assert producer.stats()["gathers"] == consumer.stats()["scatters"] == parts
         assert producer.stats()["descriptors"] == parts
+
+    def test_who_waits_for_a_prompt_to_be_computed_looks_seldom(self, scene: Scene) -> None:
+        """Slots are granted all the while: each look takes the interpreter from an engine that generates."""
+        producer, consumer = landing_pair(scene)
+        link = consumer.connect(producer.address)
+        pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
+        transfer = pushed.offer(link)
+        until(lambda: "GRANTED" in slots(consumer), "a slot")
+        looks: list[float] = []
+        look = consumer._side.look
+        consumer._side.look = lambda now: looks.append(now) or look(now)  # type: ignore[func-returns-value, method-assign]
+        time.sleep(1.0)
+        assert 0 < len(looks) < 1000
+        pushed.stage()
+        assert transfer.wait(WAIT) is Outcome.COMPLETE
 
     def test_copies_that_a_device_makes_take_no_thread(self, scene: Scene, queues: bool) -> None:
         producer, consumer = landing_pair(scene)

@@ -80,13 +80,14 @@ class Tally:
 
     def take(self, totals: Mapping[str, int], gauges: Mapping[str, int], seconds: list[float]) -> PushKVStats | None:
         """The changes; None where there are none. ``seconds`` is emptied."""
+        if totals == self._last and gauges == self._gauges and not seconds:  # as after nearly every step
+            return None
         counts = {name: value - self._last.get(name, 0) for name, value in totals.items()}
         counts = {name: value for name, value in counts.items() if value}
         changed = {name: value for name, value in gauges.items() if value != self._gauges.get(name, 0)}
+        self._last, self._gauges = dict(totals), dict(gauges)
         if not (counts or changed or seconds):
             return None
-        self._last.update(totals)
-        self._gauges.update(gauges)
         taken = PushKVStats({"counts": counts, "gauges": changed, "seconds": list(seconds)})
         seconds.clear()
         return taken

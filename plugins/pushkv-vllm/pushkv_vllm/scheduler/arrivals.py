@@ -27,6 +27,11 @@ class Arrivals:
         self._told[request] = set()
         return number
 
+    @property
+    def expected(self) -> bool:
+        """Whether there is a load that no rank's news, or no output, has told of."""
+        return bool(self._requests)
+
     def tell(self, rank: int, load: int) -> None:
         """A rank's load has ended well. What is not expected any more is nothing."""
         request = self._requests.get(load)

@@ -158,8 +158,9 @@ class SchedulerHalf:
         """The loads that the engine is to hear of now: what it is to hear, it takes from this output."""
         if self._decode is None:
             return ()
-        for rank, load in self._alarm.news():
-            self._decode.arrivals.tell(rank, load)
+        if self._decode.arrivals.expected:
+            for rank, load in self._alarm.news():
+                self._decode.arrivals.tell(rank, load)
         received = self._decode.arrivals.received(connector_output.finished_recving or ())
         connector_output.finished_recving = received or None
         return received

@@ -46,6 +46,9 @@ class News:
     blocks: set[int] = field(default_factory=set)
     reports: Reports = field(default_factory=Reports)
 
+    def __bool__(self) -> bool:
+        return bool(self.received or self.failed or self.blocks or self.reports.news)
+
 
 class DecodeWorker:
     """``late``: report a failed load when its blocks are released, not before (see :mod:`pushkv_vllm.compat`)."""
@@ -83,8 +86,8 @@ class DecodeWorker:
         for decline in directives.declines:
             self._decline(decline)
 
-    def poll(self) -> News:
-        """Take what has happened since the last step."""
+    def poll(self) -> News | None:
+        """Take what has happened since the last step; None where that is nothing, as in most."""
         for event in self._consumer.events():
             if isinstance(event, Ended):
                 self._ended(event)
@@ -93,6 +96,8 @@ class DecodeWorker:
         for load in list(self._waiting.values()):
             if self._offer(load):
                 self._waiting.pop(load.order.request, None)
+        if not self._news:
+            return None
         news, self._news = self._news, News()
         return news
 

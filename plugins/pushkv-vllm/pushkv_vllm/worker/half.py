@@ -49,8 +49,10 @@ class WorkerHalf:
         self._prefill: PrefillWorker | None = None
         self._endpoints: list[Producer | Consumer] = []
         self._directives: Directives | None = None
-        self._news = News()
+        self._news: News | None = None
         self._tally = Tally()
+        self._moving = False
+        """Whether anything was open after the last step, or has been asked for since."""
         self._rank = 0
 
     @property
@@ -145,6 +147,7 @@ class WorkerHalf:
     def begin(self, directives: Directives) -> None:
         """A step's directives are here."""
         self._directives = directives
+        self._moving |= directives.urgent
         self._bell.doorbell = directives.wake
         if self._decode is not None:
             self._decode.do(directives)
@@ -175,36 +178,37 @@ class WorkerHalf:
         """Loads that have ended, and those of them that failed. Also takes in what else has happened."""
         if self._directives is not None and not self._directives.tokens:
             self.queued()  # before 0.27 nobody says so for a step without tokens
-        if self._decode is not None:
-            self._news = self._decode.poll()
-        if self._prefill is not None:
-            self._news.reports = self._news.reports.aggregate(self._prefill.poll())
-        return self._news.received, self._news.failed
+        news = self._decode.poll() if self._decode is not None else None
+        reports = self._prefill.poll() if self._prefill is not None else None
+        if reports is not None:
+            news = news or News()
+            news.reports = news.reports.aggregate(reports)
+        self._news = news
+        return (news.received, news.failed) if news is not None else (set(), set())
 
     def failed_blocks(self) -> set[int]:
         """The blocks of failed loads, where the engine must be told of those."""
-        return set() if compat.fails_by_request() else self._news.blocks
+        return set() if self._news is None or compat.fails_by_request() else self._news.blocks
 
     def reports(self) -> Reports | None:
         """What the scheduler half is to hear, None where that is nothing."""
-        news, self._news = self._news, News()
-        news.reports.open = self._decode is not None and self._decode.open > 0
+        news, self._news = self._news, None
+        loads = self._decode is not None and self._decode.open > 0
+        if news is None:
+            return Reports(open=True) if loads else None
+        news.reports.open = loads
         return news.reports or None
 
     def stats(self) -> PushKVStats | None:
         """What has been counted here since the last time."""
-        counts: dict[str, int] = {}
-        for endpoint in self._endpoints:
-            told = endpoint.stats()
-            for name in ("bytes", "writes", "descriptors"):
-                if isinstance(endpoint, Producer) and name in told:
-                    counts[name] = counts.get(name, 0) + told[name]
-        halves = [half for half in (self._decode, self._prefill) if half is not None]
-        gauges = {
-            "open": sum(half.open for half in halves),
-            "quarantined": sum(endpoint.quarantined for endpoint in self._endpoints),
-        }
-        return self._tally.take(counts, gauges, self._decode.seconds if self._decode is not None else [])
+        seconds = self._decode.seconds if self._decode is not None else []
+        still = sum(half.open for half in (self._decode, self._prefill) if half is not None)
+        if not (still or self._moving or seconds):
+            return None
+        self._moving = still > 0
+        counts = self._prefill.written() if self._prefill is not None else {}
+        quarantined = sum(endpoint.quarantined for endpoint in self._endpoints)
+        return self._tally.take(counts, {"open": still, "quarantined": quarantined}, seconds)
 
     def close(self) -> None:
         """End what is open and stop."""

@@ -109,13 +109,15 @@ class PrefillWorker:
                 if not state.held:
                     self._end(part.transfer, state, f"rejected: {error}")
 
-    def poll(self) -> Reports:
-        """Take what has happened since the last step."""
+    def poll(self) -> Reports | None:
+        """Take what has happened since the last step; None where that is nothing, as in most."""
         for event in self._producer.events():
             if isinstance(event, StageEnded):
                 self._stage_ended(event)
             elif isinstance(event, StageReleased):
                 self._released(event.transfer)
+        if not self._reports.news:
+            return None
         reports, self._reports = self._reports, Reports()
         return reports
 
@@ -173,6 +175,11 @@ class PrefillWorker:
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._reports.over[transfer] += 1
+
+    def written(self) -> dict[str, int]:
+        """What has been written into other engines' memory since the start."""
+        told = self._producer.stats()
+        return {name: told[name] for name in ("bytes", "writes", "descriptors") if name in told}
 
     @property
     def open(self) -> int:

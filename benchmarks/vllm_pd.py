@@ -10,6 +10,10 @@ prefill leg's own latency in the same request, and *handoff* is TTFT minus that,
 sent at once where the connector pushes, one after the other where it pulls. An answer's words are its tokens: asking
 for token ids would have the server say the prompt's too, which takes milliseconds of the first token's. Equal digests
 of the answers are equal answers.
+
+With ``--elsewhere SECONDS`` the prefill server has its few prompts in its prefix cache and gets its leg so late.
+On one GPU (``--gpus 0,0``) decode's steps then meet other requests' waiting and transfers, and no computing of
+prompts.
 """
 
 from __future__ import annotations
@@ -47,6 +51,9 @@ WARM = ((256, 4.0), (4096, 4.0), (16000, 4.0))
 
 SHARED = 24 << 30
 """Bytes of the KV cache of each server where both are on one GPU."""
+
+CACHED = 3
+"""Prompts that the prefill server has computed before, with ``--elsewhere``."""
 
 Answer = dict[str, Any]
 
@@ -126,7 +133,8 @@ def command(model: Path, port: int, options: argparse.Namespace) -> list[str]:
     """``vllm serve`` for one of the two."""
     made = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--max-num-seqs", "64",
-            "--no-enable-prefix-caching", "--no-enable-log-requests"]  # fmt: skip
+            "--no-enable-log-requests",
+            f"--{'' if options.elsewhere and port == PREFILL else 'no-'}enable-prefix-caching"]  # fmt: skip
     if options.cpu:
         return [*made, "--dtype", "float32", "--max-model-len", "8192", "--max-num-batched-tokens", "2048",
                 "--block-size", "32", "--num-gpu-blocks-override", "1024"]  # fmt: skip
@@ -215,10 +223,11 @@ async def complete(client: Any, port: int, prompt: list[int], tokens: int, reque
     return {"times": times, "tokens": answer} if times else {"error": "no token came"}
 
 
-async def compute(client: Any, prompt: list[int], request: str, params: Answer) -> Answer:
-    """The prefill leg: how long it took, and what it answers."""
+async def compute(client: Any, prompt: list[int], request: str, params: Answer, delay: float) -> Answer:
+    """The prefill leg, after so many seconds: how long it took with these, and what it answers."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
     began = time.perf_counter()
+    await asyncio.sleep(delay)
     url = f"http://127.0.0.1:{PREFILL}/v1/completions"
     async with client.post(url, json=body, headers={"X-Request-Id": request}) as response:
         if response.status != 200:
@@ -227,17 +236,17 @@ async def compute(client: Any, prompt: list[int], request: str, params: Answer) 
     return {"params": told.get("kv_transfer_params"), "seconds": time.perf_counter() - began}
 
 
-async def serve_one(client: Any, case: Case, prompt: list[int], tokens: int) -> Answer:
+async def serve_one(client: Any, case: Case, prompt: list[int], tokens: int, delay: float) -> Answer:
     """One request, both of its legs."""
     request = uuid.uuid4().hex
     ours, theirs = case.legs(request)
     if case.push:
         prefill, decode = await asyncio.gather(
-            compute(client, prompt, request, ours), complete(client, DECODE, prompt, tokens, request, theirs)
+            compute(client, prompt, request, ours, delay), complete(client, DECODE, prompt, tokens, request, theirs)
         )
         waited = 0.0
     else:
-        prefill = await compute(client, prompt, request, ours)
+        prefill = await compute(client, prompt, request, ours, delay)
         if "error" in prefill:
             return prefill
         waited = prefill["seconds"]
@@ -255,7 +264,9 @@ async def serve_one(client: Any, case: Case, prompt: list[int], tokens: int) -> 
     }
 
 
-async def load(case: Case, length: int, rate: float, requests: int, tokens: int, seed: int = 0) -> Answer:
+async def load(
+    case: Case, length: int, rate: float, requests: int, tokens: int, seed: int = 0, elsewhere: float = 0.0
+) -> Answer:
     """One cell: prompts of ``length`` tokens, ``rate`` a second; ``seed`` makes the gaps between arrivals."""
     import aiohttp
 
@@ -264,10 +275,11 @@ async def load(case: Case, length: int, rate: float, requests: int, tokens: int,
     async with aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0)) as client:
 
         async def one(delay: float, number: int) -> Answer:
-            prompt = random.Random(length * 1000 + number)
+            prompt = random.Random(length * 1000 + (number % CACHED if elsewhere else number))
             await asyncio.sleep(delay)
             try:
-                return await serve_one(client, case, [prompt.randrange(3, VOCABULARY) for _ in range(length)], tokens)
+                numbers = [prompt.randrange(3, VOCABULARY) for _ in range(length)]
+                return await serve_one(client, case, numbers, tokens, elsewhere)
             except Exception as error:
                 return {"error": repr(error)[:300]}
 
@@ -311,9 +323,11 @@ def run_case(name: str, model: Path, options: argparse.Namespace, told: Callable
         cells = [(int(length), float(rate)) for length, rate in (one.split(":") for one in options.cells.split(","))]
         longest = max(length for length, _ in cells)
         for length, rate in WARM:
-            asyncio.run(load(case, min(length, longest), rate, 3, 32))
+            asyncio.run(load(case, min(length, longest), rate, CACHED, 32, elsewhere=options.elsewhere))
         for length, rate in cells:
-            row = asyncio.run(load(case, length, rate, options.requests, options.tokens, options.seed))
+            row = asyncio.run(
+                load(case, length, rate, options.requests, options.tokens, options.seed, options.elsewhere)
+            )
             told({"case": name, **row})
 
 
@@ -362,6 +376,9 @@ def main() -> int:
     made.add_argument("--tokens", type=int, default=128, help="tokens an answer")
     made.add_argument("--seed", type=int, default=0, help="of the arrivals")
     made.add_argument("--gpus", default="0,1", help="of prefill and of decode; one and the same for both: 0,0")
+    made.add_argument(
+        "--elsewhere", type=float, default=0.0, help="seconds of a prefill that this machine does not do"
+    )
     made.add_argument("--extra", default="", help="further kv_connector_extra_config, as JSON")
     made.add_argument("--cpu", action="store_true", help="a small model on CPUs")
     made.add_argument("--logs", default=tempfile.gettempdir(), help="folder of the servers' logs")

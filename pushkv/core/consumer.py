@@ -98,6 +98,11 @@ class ConsumerMachine(Recipient):
         owners = ((berth.peer, self._transfers[berth.key].ranks[berth.peer]) for berth in self._ring.quarantined())
         return Counter(peer for peer, rank in owners if rank.custody is Target.QUARANTINED)
 
+    @property
+    def lands(self) -> bool:
+        """Whether a landing slot is granted or scattered."""
+        return self._ring.busy
+
     # What the runtime tells
 
     def connected(self, peer: str, now: float) -> None:

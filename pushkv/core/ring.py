@@ -125,6 +125,11 @@ class LandingRing:
         """Whether somebody waits for a slot."""
         return bool(self._wanted)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a slot is granted or scattered."""
+        return any(berth.state is not Slot.QUARANTINED for berth in self._berths.values())
+
     def custody(self) -> Counter[Slot]:
         """How many slots are in which custody, FREE ones left out."""
         return Counter(berth.state for berth in self._berths.values())

@@ -28,6 +28,8 @@ CALM = 4
 """A pause is this part of how long it has been quiet."""
 AWAKE = 0.002
 """For as many seconds after something happened a thread pauses for less than AWAKE / CALM."""
+BURST = 0.005
+"""For as many seconds after something happened the next WRITE into a slot may come at any moment."""
 BATCH = 256
 """How much of the inbox is done before the next look, so that no flood of commands keeps the thread from looking."""
 
@@ -38,10 +40,12 @@ class Urgency(IntEnum):
     NOTHING = 0
     PEER = 1
     """Which knocks."""
-    WRITE = 2
+    SLOT = 2
+    """Or a peer's WRITE into a slot, which many may follow: for :data:`BURST` seconds."""
+    WRITE = 3
     """Or the engine's own work, before a fence."""
-    COPY = 3
-    NO_ONE = 4
+    COPY = 4
+    NO_ONE = 5
     """There is work to do."""
 
 
@@ -159,7 +163,10 @@ class TransferThread:
 
     def _pause(self, quiet: float) -> float:
         """How long to sleep, having heard nothing for ``quiet`` seconds."""
-        most = (self._idle_poll, self._due_poll, SOON, QUICK, 0.0)[self._work.urgency()]
+        urgency = self._work.urgency()
+        most = (self._idle_poll, self._due_poll, self._due_poll, SOON, QUICK, 0.0)[urgency]
+        if urgency is Urgency.SLOT and quiet < BURST:
+            most = QUICK
         pause = min(max(quiet / CALM, QUICK), most)
         due = self._work.next_due()
         return pause if due is None else min(pause, max(0.0, due - time.monotonic()))

@@ -6,12 +6,17 @@ from functools import partial
 
 from pushkv.backends.base import Fence
 from pushkv.core.commands import Scatter
+from pushkv.runtime.loop import Urgency
 from pushkv.runtime.pair import Pair, tables
 from pushkv.runtime.verifying import Verifying
 
 
 class Scattering(Verifying):
     """The part of the consumer's side that has to do with landing slots."""
+
+    def urgency(self) -> Urgency:
+        """As for any side, but a WRITE into a slot is looked for at once: others wait for the slot."""
+        return max(super().urgency(), Urgency.SLOT if self.machine.lands else Urgency.NOTHING)
 
     def scatter(self, command: Scatter) -> None:
         """Have a landing slot scattered; the machine is told when that has ended."""

@@ -41,8 +41,8 @@ def slots(consumer: Consumer) -> str:
     return consumer.ask(lambda side: str(dict(side.machine.landing_slots())))
 
 
-def cancelled_under_its_write(scene: Scene, network: Network) -> tuple[Pushed, Transfer]:
-    """A transfer that was cancelled when its WRITE was on the way, which stalls there."""
+def under_its_write(scene: Scene, network: Network) -> tuple[Pushed, Transfer]:
+    """A transfer whose WRITE is on the way, and stalls there."""
     producer, consumer = landing_pair(scene)
     link = consumer.connect(producer.address)
     pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
@@ -50,7 +50,13 @@ def cancelled_under_its_write(scene: Scene, network: Network) -> tuple[Pushed, T
     transfer = pushed.offer(link)
     pushed.stage()
     until(lambda: "GRANTED" in slots(consumer) and producer.stats().get("writes", 0), "the WRITE")
-    consumer.cancel(transfer)
+    return pushed, transfer
+
+
+def cancelled_under_its_write(scene: Scene, network: Network) -> tuple[Pushed, Transfer]:
+    """The same, and then cancelled."""
+    pushed, transfer = under_its_write(scene, network)
+    pushed.scene_consumer.cancel(transfer)
     return pushed, transfer
 
 
@@ -87,19 +93,18 @@ class TestTransfers:
         assert producer.stats()["gathers"] == consumer.stats()["scatters"] == parts
         assert producer.stats()["descriptors"] == parts
 
-    def test_who_waits_for_a_prompt_to_be_computed_looks_seldom(self, scene: Scene) -> None:
-        """Slots are granted all the while: each look takes the interpreter from an engine that generates."""
-        producer, consumer = landing_pair(scene)
-        link = consumer.connect(producer.address)
-        pushed = Pushed(producer, consumer, "r", blocks_for(8), blocks_for(8, 20), 8)
-        transfer = pushed.offer(link)
-        until(lambda: "GRANTED" in slots(consumer), "a slot")
+    def test_who_waits_long_for_a_slot_to_be_written_looks_seldom(self, timed: Callable[[Network], Scene]) -> None:
+        """Each look takes the interpreter from an engine that generates, and who writes the slot knocks."""
+        network = Network(seed=1)
+        pushed, transfer = under_its_write(timed(network), network)
+        consumer = pushed.scene_consumer
         looks: list[float] = []
         look = consumer._side.look
         consumer._side.look = lambda now: looks.append(now) or look(now)  # type: ignore[func-returns-value, method-assign]
         time.sleep(1.0)
         assert 0 < len(looks) < 1000
-        pushed.stage()
+        network.faults = Faults()
+        network.release()
         assert transfer.wait(WAIT) is Outcome.COMPLETE
 
     def test_copies_that_a_device_makes_take_no_thread(self, scene: Scene, queues: bool) -> None:

@@ -322,7 +322,8 @@ def run_case(name: str, model: Path, options: argparse.Namespace, told: Callable
         print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
         cells = [(int(length), float(rate)) for length, rate in (one.split(":") for one in options.cells.split(","))]
         longest = max(length for length, _ in cells)
-        for length, rate in WARM:
+        warm = [(length, WARM[0][1]) for length in sorted({one for one, _ in cells})] if options.elsewhere else WARM
+        for length, rate in warm:
             asyncio.run(load(case, min(length, longest), rate, CACHED, 32, elsewhere=options.elsewhere))
         for length, rate in cells:
             row = asyncio.run(

@@ -101,7 +101,7 @@ class Producer(Endpoint[Producing]):
         ending = self._stages.get(transfer)
         if ending is None:
             self._check_new()
-        if ending is None or ending.asked != (prompt, deadline):
+        if ending is None or type(prompt) is not bytes or ending.asked != (prompt, deadline):
             check_request(transfer, prompt, deadline)
         prompt_tokens = whole(transfer, "prompt_tokens", prompt_tokens)
         ready = prompt_tokens if ready is None else whole(transfer, "ready", ready)

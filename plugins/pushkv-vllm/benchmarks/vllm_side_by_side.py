@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 from e2e_cluster import CONNECTORS, Cluster, Side, running
 from e2e_load import Prompt, at_once, body, session, stream
 from e2e_model import FULL, VOCABULARY
-from e2e_server import Router
+from e2e_server import Router, until
 
 PATIENCE = 60.0
 MEASURES = ("ttft", "prefill", "handoff", "tpot")
@@ -115,6 +115,7 @@ async def measure(
                 for name in chance.sample(list(routers), len(routers)):
                     kept = seen[name][cell] if number else Seen()
                     with alone(name, clusters):
+                        await served(routers[name], clusters[name])
                         await one_round(client, routers[name], cell, prompts, options.answer, kept)
             print(f"round {number} of {options.rounds}", file=sys.stderr)
             if time.monotonic() > end:
@@ -133,6 +134,15 @@ def alone(name: str, clusters: dict[str, Cluster]) -> Iterator[None]:
     finally:
         for server in others:
             server.go_on()
+
+
+async def served(router: Router, cluster: Cluster) -> None:
+    """Wait until a router has seen that its servers, which stood still, go on."""
+
+    def up() -> bool:
+        return router.metrics().sum("pushkv_router_server_up") == len(cluster.servers)
+
+    await asyncio.to_thread(until, up, PATIENCE, f"{cluster.connector.name}'s servers go on")
 
 
 async def one_round(client: Any, router: Router, cell: Cell, prompts: list[Prompt], answer: int,
@@ -162,8 +172,9 @@ async def one_round(client: Any, router: Router, cell: Cell, prompts: list[Promp
         / max(1, after.sum(f"{name}_count") - before.sum(f"{name}_count"))
         for name in ("pushkv_router_time_to_first_token_seconds", "pushkv_router_prefill_leg_seconds")
     )
-    seen.prefill.append(leg)
-    seen.handoff.append(first - leg)
+    if not any(isinstance(one, BaseException) for one in done):
+        seen.prefill.append(leg)
+        seen.handoff.append(first - leg)
 
 
 def report(seen: dict[str, dict[Cell, Seen]], cells: list[Cell], file: Path | None) -> None:

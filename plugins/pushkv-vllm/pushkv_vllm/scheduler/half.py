@@ -114,6 +114,8 @@ class SchedulerHalf:
         if self._prefill is not None:
             self._follow(self._prefill, scheduler_output)
         offers, cancels, declines = self._decode.take() if self._decode is not None else ((), (), ())
+        if offers:  # what has rung since the last load would leave no room for these loads' news
+            self._take_news()
         parts, reclaims, unstages = self._prefill.take() if self._prefill is not None else ((), (), ())
         made = Directives(tokens, self._alarm.doorbell, offers, cancels, declines, parts, reclaims, unstages)
         self._quiet = 0 if tokens or made.urgent else self._quiet + 1
@@ -159,11 +161,16 @@ class SchedulerHalf:
         if self._decode is None:
             return ()
         if self._decode.arrivals.expected:
-            for rank, load in self._alarm.news():
-                self._decode.arrivals.tell(rank, load)
+            self._take_news()
         received = self._decode.arrivals.received(connector_output.finished_recving or ())
         connector_output.finished_recving = received or None
         return received
+
+    def _take_news(self) -> None:
+        """Take what workers have told at once of loads."""
+        assert self._decode is not None
+        for rank, load in self._alarm.news():
+            self._decode.arrivals.tell(rank, load)
 
     @property
     def _waiting(self) -> bool:

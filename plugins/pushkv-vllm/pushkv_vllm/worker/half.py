@@ -29,6 +29,8 @@ logger = init_logger("vllm.pushkv.worker")
 
 STEP_OF_LAYERS = TIMES * WORTH
 """Bytes of KV of a step of which ``auto`` tells layer by layer: so that each part is one that it lets go early."""
+LOOKS = 3
+"""Steps for which is counted what has changed after the last that had anything open."""
 CLOSING = 5.0
 """For how many seconds shutting down waits for custody to end."""
 
@@ -51,8 +53,8 @@ class WorkerHalf:
         self._directives: Directives | None = None
         self._news: News | None = None
         self._tally = Tally()
-        self._moving = False
-        """Whether anything was open after the last step, or has been asked for since."""
+        self._looks = 0
+        """For how many more steps to count with nothing open: a part may be staged, or a gauge fall, after a look."""
         self._rank = 0
 
     @property
@@ -147,7 +149,8 @@ class WorkerHalf:
     def begin(self, directives: Directives) -> None:
         """A step's directives are here."""
         self._directives = directives
-        self._moving |= directives.urgent
+        if directives.urgent:
+            self._looks = LOOKS
         self._bell.doorbell = directives.wake
         if self._decode is not None:
             self._decode.do(directives)
@@ -203,11 +206,14 @@ class WorkerHalf:
         """What has been counted here since the last time."""
         seconds = self._decode.seconds if self._decode is not None else []
         still = sum(half.open for half in (self._decode, self._prefill) if half is not None)
-        if not (still or self._moving or seconds):
-            return None
-        self._moving = still > 0
-        counts = self._prefill.written() if self._prefill is not None else {}
         quarantined = sum(endpoint.quarantined for endpoint in self._endpoints)
+        if still or quarantined:
+            self._looks = LOOKS
+        elif self._looks:
+            self._looks -= 1
+        elif not seconds:
+            return None
+        counts = self._prefill.written() if self._prefill is not None else {}
         return self._tally.take(counts, {"open": still, "quarantined": quarantined}, seconds)
 
     def close(self) -> None:

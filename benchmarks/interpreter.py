@@ -2,11 +2,11 @@
 
 ``python benchmarks/interpreter.py [--json] [--repeats N]``
 
-The engine's thread computes in Python without a pause, the worst there is: a fixed amount of work again and again.
-*Slower* is how much longer that takes beside a transfer thread that is idle, that has an offer open for which nothing
-comes, or that has a prompt staged behind a fence that does not pass, than beside none; in turns, medians. *Waits* is
+The engine's thread computes in Python without a pause, the worst there is. *Stands* is the share of the time in which
+that thread did not run (clock against its processor time) beside no transfer thread, and beside one that is idle, that
+has an offer open for which nothing comes, or a prompt staged behind a fence that does not pass; medians. *Waits* is
 from handing the transfer thread something until it does it, meanwhile. Both at Python's own switch interval, and at
-the one that vLLM's workers get (:attr:`pushkv_vllm.settings.Settings.switch_interval`).
+the one that vLLM's workers get (``switch_interval`` in the connector's settings).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ TURNS = 15
 WAITS = 40
 TOKENS, BLOCK = 256, 16
 PROMPT = {"prompt": b"\0" * 32, "prompt_tokens": TOKENS}
-STATES = ("none", "idle", "awaits a peer", "awaits a fence")
 
 
 class Never:
@@ -64,13 +63,13 @@ def serve(pipe: Connection) -> None:
     producer.close(20)
 
 
-def work() -> float:
-    """Seconds that the engine's work takes."""
-    began = time.perf_counter()
-    total = 0
+def stands() -> float:
+    """The share of the time in which a thread that computes does not run."""
+    began, ran, total = time.perf_counter(), time.thread_time(), 0
     for number in range(WORK):
         total += number & 7
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    return (took - (time.thread_time() - ran)) / took
 
 
 def waited(side: Any) -> float:
@@ -112,6 +111,9 @@ def staged(producer: Any, address: str) -> Ends:
     return lambda: producer.unstage("s")
 
 
+BEGIN = {"idle": idle, "awaits a peer": offered, "awaits a fence": staged}
+
+
 def measure(repeats: int) -> list[dict[str, Any]]:
     """Both figures, for each state of a transfer thread and each interval."""
     context = multiprocessing.get_context("spawn")
@@ -119,37 +121,34 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     peer = context.Process(target=serve, args=(theirs,), daemon=True)
     peer.start()
     address = pipe.recv()
-    took: dict[tuple[float, str], list[float]] = {(i, one): [] for i in INTERVALS for one in STATES}
-    waits: dict[tuple[float, str], list[float]] = {key: [] for key in took}
+    alone: list[float] = []
+    stood: dict[tuple[float, str], list[float]] = {(i, one): [] for i in INTERVALS for one in BEGIN}
+    waits: dict[tuple[float, str], list[float]] = {key: [] for key in stood}
     for count in range(repeats):
-        for interval in INTERVALS:
+        for interval, state in stood:
             sys.setswitchinterval(interval)
-            took[interval, "none"] += [work() for _ in range(TURNS)]
-            for state in STATES[1:]:
-                side = endpoint("Producer" if state == "awaits a fence" else "Consumer", f"e{count}")
-                begin = {"idle": idle, "awaits a peer": offered, "awaits a fence": staged}[state]
-                end = begin(side, address)
-                took[interval, state] += [work() for _ in range(TURNS)]
-                waits[interval, state] += [waited(side) for _ in range(WAITS)]
-                end()
-                side.close(20)
+            alone += [stands() for _ in range(TURNS)]
+            side = endpoint("Producer" if state == "awaits a fence" else "Consumer", f"e{count}")
+            end = BEGIN[state](side, address)
+            stood[interval, state] += [stands() for _ in range(TURNS)]
+            waits[interval, state] += [waited(side) for _ in range(WAITS)]
+            end()
+            side.close(20)
     pipe.send(None)
     peer.join(30)
-    return [row(key, took, waits[key]) for key in took]
+    return [row(*key, alone, stood[key], waits[key]) for key in stood]
 
 
-def row(key: tuple[float, str], took: dict[tuple[float, str], list[float]], waits: list[float]) -> dict[str, Any]:
+def row(interval: float, state: str, alone: list[float], stood: list[float], waits: list[float]) -> dict[str, Any]:
     """One line of the result."""
-    interval, state = key
-    alone, mine = statistics.median(took[interval, "none"]), statistics.median(took[key])
-    ordered = sorted(waits)
+    waits.sort()
     return {
         "switch_interval_ms": interval * 1e3,
         "transfer thread": state,
-        "work_ms_p50": mine * 1e3,
-        "slower": mine / alone - 1,
-        "waits_ms_p50": statistics.median(ordered) * 1e3 if ordered else None,
-        "waits_ms_p99": ordered[len(ordered) * 99 // 100] * 1e3 if ordered else None,
+        "stands_p50": statistics.median(stood),
+        "stands_alone_p50": statistics.median(alone),
+        "waits_ms_p50": statistics.median(waits) * 1e3,
+        "waits_ms_p99": waits[len(waits) * 99 // 100] * 1e3,
     }
 
 
@@ -164,12 +163,10 @@ def main() -> None:
         print(json.dumps({"load": os.getloadavg()[0], "rows": rows}))
         return
     for one in rows:
-        waits = "" if one["waits_ms_p50"] is None else (
-            f", waits {one['waits_ms_p50']:.2f} ms (p99 {one['waits_ms_p99']:.2f})"
-        )  # fmt: skip
         print(
-            f"switch interval {one['switch_interval_ms']:g} ms, transfer thread {one['transfer thread']:>14}: work "
-            f"{one['work_ms_p50']:.2f} ms, {one['slower']:+.1%}{waits}"
+            f"switch interval {one['switch_interval_ms']:g} ms, {one['transfer thread']:>14}: the engine stands "
+            f"{one['stands_p50']:.1%} of the time ({one['stands_alone_p50']:.1%} alone), the transfer thread waits "
+            f"{one['waits_ms_p50']:.2f} ms (p99 {one['waits_ms_p99']:.2f})"
         )
 
 

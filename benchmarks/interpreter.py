@@ -3,7 +3,7 @@
 ``python benchmarks/interpreter.py [--json] [--repeats N]``
 
 The engine's thread computes in Python without a pause, the worst there is. *Stands* is the share of the time in which
-that thread did not run (clock against its processor time) beside no transfer thread, and beside one that is idle, that
+that thread did not run (clock against processor time) beside no transfer thread, and beside one that is idle, that
 has an offer open for which nothing comes, or a prompt staged behind a fence that does not pass; medians. *Waits* is
 from handing the transfer thread something until it does it, meanwhile. Both at Python's own switch interval, and at
 the one that vLLM's workers get (``switch_interval`` in the connector's settings).

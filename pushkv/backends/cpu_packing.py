@@ -18,6 +18,8 @@ from pushkv.errors import BackendError
 
 CHUNK = 1 << 20
 """Bytes that pass through a buffer at once, where rows lie on no common grid."""
+MOST = 1 << 62
+"""Bytes of the largest array that numpy is asked for; it refuses those of 2**63."""
 Bytes = NDArray[np.uint8]
 AnyArray = NDArray[np.generic]
 
@@ -97,6 +99,14 @@ def _windows(memory: Bytes, width: int) -> AnyArray:
     return as_strided(memory[:width].view(f"V{width}"), (memory.nbytes - width + 1,), (1,))
 
 
+def _far(memory: Bytes, width: int) -> bool:
+    """Whether rows lie too far apart for :func:`_windows`: numpy counts elements that overlap as if they did not.
+
+    Arrays on the heap and mapped ones are 2**45 bytes apart, so that such rows are of many KiB, and taken singly.
+    """
+    return memory.nbytes * width >= MOST
+
+
 def _gather(addresses: Int64, rows: Rows, slot: Bytes) -> None:
     width, start = rows.width, int(addresses.min())
     memory = _memory(start, int(addresses.max()) + width)
@@ -106,6 +116,10 @@ def _gather(addresses: Int64, rows: Rows, slot: Bytes) -> None:
         # mode: "raise" would go through a buffer; the rows have been checked.
         packed = slot[first : first + count * width].reshape(count, width)
         np.take(memory.reshape(-1, width), places // width, axis=0, out=packed, mode="clip")
+        return
+    if _far(memory, width):
+        for packed_at, place in zip(rows.packed.tolist(), places.tolist(), strict=True):
+            slot[packed_at : packed_at + width] = memory[place : place + width]
         return
     source, target = _windows(memory, width), _windows(slot, width)
     for some in _chunks(count, width):
@@ -120,6 +134,10 @@ def _scatter(addresses: Int64, rows: Rows, slot: Bytes) -> None:
     if _consecutive(rows) and aligned(places, width):
         packed = _grid(slot[first : first + count * width], width)
         np.put(_grid(memory, width), places // width, packed, mode="clip")
+        return
+    if _far(memory, width):
+        for packed_at, place in zip(rows.packed.tolist(), places.tolist(), strict=True):
+            memory[place : place + width] = slot[packed_at : packed_at + width]
         return
     source, target = _windows(slot, width), _windows(memory, width)
     for some in _chunks(count, width):

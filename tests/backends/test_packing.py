@@ -274,3 +274,33 @@ def test_the_kernels_that_are_made_are_seen_to_copy() -> None:
         patch.setattr(row_kernel, "copy_listed", lambda *_: None)
         with pytest.raises(BackendError, match="it copied wrong bytes"):
             tried(torch, upload, "cpu", widths)
+
+
+def low_memory(length: int) -> np.ndarray[Any, Any]:
+    """Bytes that are mapped far below numpy's large arrays, as those on the heap are. They are never freed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = libc.mmap(1 << 36, length, 3, 0x22, -1, 0)  # to read and to write; private and of no file
+    made = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+    made[:] = np.random.default_rng(1).integers(0, 256, length, np.uint8)
+    return made
+
+
+def test_wide_rows_of_arrays_that_lie_far_apart() -> None:
+    """Rows of 4 MiB in mapped memory and on the heap: numpy has no array of so many elements, counted whole."""
+    width = 4 << 20
+    high, low = np.random.default_rng(2).integers(0, 256, width + 4096, np.uint8), low_memory(2 * width)
+    backend = CpuBackend()
+    regions = [backend.describe(array).region for array in (high, low)]
+    assert abs(regions[0].address - regions[1].address) * width >= 1 << 63
+    packer, slot = backend.packer(regions, (high, low)), backend.allocate(3 * width)
+    runs = runs_of((1, width, width), (0, 7, width), (1, 0, width))
+    packer.gather(runs, slot)
+    pieces = [low[width:].copy(), high[7 : 7 + width].copy(), low[:width].copy()]
+    assert (slot == np.concatenate(pieces)).all()
+    high[:], low[:] = 0, 0
+    packer.scatter(slot, runs)
+    for one, there in zip(pieces, (low[width:], high[7 : 7 + width], low[:width]), strict=True):
+        assert (one == there).all()
+    assert not high[:7].any()

@@ -99,12 +99,19 @@ def _windows(memory: Bytes, width: int) -> AnyArray:
     return as_strided(memory[:width].view(f"V{width}"), (memory.nbytes - width + 1,), (1,))
 
 
-def _far(memory: Bytes, width: int) -> bool:
-    """Whether rows lie too far apart for :func:`_windows`: numpy counts elements that overlap as if they did not.
+def _copy(target: Bytes, to: Int64, source: Bytes, at: Int64, width: int) -> None:
+    """Copy rows of ``width`` bytes, wherever they begin.
 
-    Arrays on the heap and mapped ones are 2**45 bytes apart, so that such rows are of many KiB, and taken singly.
+    Numpy counts elements that overlap as if they did not, and refuses arrays of 2**63 bytes: where rows lie that far
+    apart, as on the heap and in mapped memory (2**45 bytes), they are of many KiB, and copied one by one.
     """
-    return memory.nbytes * width >= MOST
+    if max(source.nbytes, target.nbytes) * width >= MOST:
+        for begin, place in zip(to.tolist(), at.tolist(), strict=True):
+            target[begin : begin + width] = source[place : place + width]
+        return
+    sources, targets = _windows(source, width), _windows(target, width)
+    for some in _chunks(len(to), width):
+        targets[to[some]] = sources[at[some]]
 
 
 def _gather(addresses: Int64, rows: Rows, slot: Bytes) -> None:
@@ -117,13 +124,7 @@ def _gather(addresses: Int64, rows: Rows, slot: Bytes) -> None:
         packed = slot[first : first + count * width].reshape(count, width)
         np.take(memory.reshape(-1, width), places // width, axis=0, out=packed, mode="clip")
         return
-    if _far(memory, width):
-        for packed_at, place in zip(rows.packed.tolist(), places.tolist(), strict=True):
-            slot[packed_at : packed_at + width] = memory[place : place + width]
-        return
-    source, target = _windows(memory, width), _windows(slot, width)
-    for some in _chunks(count, width):
-        target[rows.packed[some]] = source[places[some]]
+    _copy(slot, rows.packed, memory, places, width)
 
 
 def _scatter(addresses: Int64, rows: Rows, slot: Bytes) -> None:
@@ -135,13 +136,7 @@ def _scatter(addresses: Int64, rows: Rows, slot: Bytes) -> None:
         packed = _grid(slot[first : first + count * width], width)
         np.put(_grid(memory, width), places // width, packed, mode="clip")
         return
-    if _far(memory, width):
-        for packed_at, place in zip(rows.packed.tolist(), places.tolist(), strict=True):
-            memory[place : place + width] = slot[packed_at : packed_at + width]
-        return
-    source, target = _windows(slot, width), _windows(memory, width)
-    for some in _chunks(count, width):
-        target[places[some]] = source[rows.packed[some]]
+    _copy(memory, places, slot, rows.packed, width)
 
 
 def _consecutive(rows: Rows) -> bool:
